@@ -231,8 +231,8 @@ class StageBinder:
                 _write_caches(lowered.stages[index])
         device = self.mesh.device_type
         read = rows_read(lowered.joint, self.mesh.shape, lowered.microbatched)
-        whole = lowered.signature
-        return StagedProgram(lowered, self.schedule, self.pipeline, whole, read, device, self.backend, counts)
+        whole, unused = lowered.signature, self._unused()
+        return StagedProgram(lowered, self.schedule, self.pipeline, whole, read, device, self.backend, counts, unused)
 
     @property
     def _rank(self) -> int:

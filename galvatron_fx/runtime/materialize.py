@@ -77,7 +77,9 @@ def _held(
     first_name = {id(tensor): name for name, tensor in reversed(_named_tensors(model))}
     placed = {id(parameter): homes[name] for name, parameter in names if name in homes}
     there = {id(parameter) for name, parameter in names if name in on_host}
-    foreign = {id(tensor) for name, tensor in _named_tensors(model) if name in elsewhere}
+    # Layers that share a module know a tensor by several names, of which stages take one.
+    here = {id(tensor) for name, tensor in _named_tensors(model) if name not in elsewhere}
+    foreign = {id(tensor) for _, tensor in _named_tensors(model)} - here
     tensors: dict[str, Tensor | None] = {}
     for name, parameter in names:
         key = id(parameter)
@@ -90,11 +92,14 @@ def _held(
             by_identity[key] = _shard_parameter(value, parameter, *placed.get(key, (mesh, ())), key in there)
         tensors[name] = by_identity[key]
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        first = first_name[id(buffer)]
-        if id(buffer) not in foreign:
-            tensors[name] = _on_device(whole(first, buffer), mesh.device_type)
-        elif first in unlike:
-            whole(first, buffer)
+        key, first = id(buffer), first_name[id(buffer)]
+        if key in foreign:
+            if first == name and name in unlike:
+                whole(first, buffer)
+            continue
+        if key not in by_identity:
+            by_identity[key] = _on_device(whole(first, buffer), mesh.device_type)
+        tensors[name] = by_identity[key]
     return tensors
 
 

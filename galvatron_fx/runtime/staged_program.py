@@ -66,8 +66,9 @@ class StagedProgram:
 
     ``lowered``: all stages, of which this rank runs those that ``schedule`` gives to its pipeline rank; ``signature``:
     names of the model's inputs and outputs and how they nest; ``read``: who reads which rows of the inputs;
-    ``backend``: makes the graphs callable; ``counts``: rows of experts, as its graphs keep them; ``last_spans``: when
-    this rank computed what in the last step of training, in order, in seconds of ``time.perf_counter``.
+    ``backend``: makes the graphs callable; ``counts``: rows of experts, as its graphs keep them; ``unused``: the
+    pipeline rank of each tensor that no stage takes; ``last_spans``: when this rank computed what in the last step of
+    training, in order, in seconds of ``time.perf_counter``.
     """
 
     lowered: LoweredStages
@@ -78,6 +79,7 @@ class StagedProgram:
     device: str
     backend: Backend = field(default_factory=Eager)
     counts: KeptCounts = field(default_factory=KeptCounts)
+    unused: Mapping[str, int] = field(default_factory=dict)
     last_spans: list[Span] = field(default_factory=list, compare=False, repr=False)
 
     @property
@@ -429,8 +431,12 @@ class StagedProgram:
         held = {("buffer", name): ranks for name, ranks in holders.items()}
         held |= {("cache", original_name(name)): ranks for name, ranks in self._cache_holders.items()}
         pairs = sorted(makers.items(), key=lambda item: (item[0].kind, item[0].name))
-        # What no stage takes lies on the first.
-        return {out: (rank, held.get((out.kind, original_name(out.name)), {0}), spec) for out, (rank, spec) in pairs}
+
+        def holders_of(out: OutputSpec) -> set[int]:
+            name = original_name(out.name)
+            return held.get((out.kind, name)) or {self.unused.get(name, 0)}
+
+        return {out: (rank, holders_of(out), spec) for out, (rank, spec) in pairs}
 
     def _tell_pieces(self, by_microbatch: Sequence[dict[OutputSpec, Any]]) -> None:
         """Give every rank the pieces of the epilogue where stages of several ranks make some."""

@@ -261,6 +261,43 @@ def buffers_update(mesh: DeviceMesh) -> None:
         same(compiled(**inputs)[1], plain(**inputs)[1], "logits in eval")
 
 
+class Turned(nn.Module):
+    """A layer that shares a module with a buffer with others, and has a buffer that is written and not read."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared, self.linear = shared, nn.Linear(8, 8)
+        self.register_buffer("last", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = torch.tanh(self.linear(x) * self.shared.angles)
+        with torch.no_grad():
+            self.last.copy_(turned.mean(0))
+        return x + turned
+
+
+def buffers_of_stages(mesh: DeviceMesh) -> None:
+    """Stages take a buffer by one of its names, and do not take what is only written; all have the values they hold."""
+    torch.manual_seed(0)
+    shared = nn.Module()
+    shared.register_buffer("angles", torch.randn(8))
+    model = nn.Sequential(*(Turned(shared) for _ in range(4)), nn.Linear(8, 1)).double()
+    model = galvatron_fx.with_loss(model, nn.functional.mse_loss)
+    inputs = torch.randn(4, 8, dtype=torch.float64), torch.randn(4, 1, dtype=torch.float64)
+    plan = Plan.uniform(MESH, ("pipeline", "zero"), pipelining=Pipelining(2, 1))
+    compiled, plain = galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, plan=plan), copy.deepcopy(model)
+    for _ in range(2):
+        for each in (compiled, plain):
+            each(*inputs).loss.backward()
+    held = dict(compiled.named_buffers())
+    names: list[Any] = [None] * mesh.size()
+    torch.distributed.all_gather_object(names, set(held))
+    expected = dict(plain.named_buffers())
+    assert set().union(*names) == expected.keys(), set().union(*names) ^ expected.keys()
+    for name, value in held.items():
+        same(value, expected[name], name)
+
+
 OTHER_SHAPES = ((4, 10), (3, 7))
 
 
@@ -438,7 +475,8 @@ _CHECKS: tuple[Check, ...] = (
     uniform_plans, gathers_ahead, chunks_beside_products, stages, stages_evaluate_and_train,
     later_batches_fail_together,
     loss_backward, unlike_neighbours, searched_plan, flat_mesh, gradients_accumulate, folds_gradients, evaluation,
-    buffers_update, other_batch_shapes, state_dicts, draws_into_shards, shard_checks.writes_into_shards,
+    buffers_update, buffers_of_stages, other_batch_shapes, state_dicts, draws_into_shards,
+    shard_checks.writes_into_shards,
     shard_checks.losses_of_shards, shard_checks.anomalies_are_found, shard_checks.outputs_are_inputs,
     checkpoint_to_another_plan, context,
     meta_device, lazy, plan_mismatch, rank_0_searches_for_all, order_checks.ranks_in_another_order,
