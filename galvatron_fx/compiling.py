@@ -107,6 +107,7 @@ class CompileOptions:
         return self.batch == "local"
 
 
+@torch.inference_mode(False)  # or its parameters could not be trained later
 def compile_model(model: nn.Module, inputs: FlatInputs, options: CompileOptions) -> DistributedGraphModule:
     """Compile ``model`` for a first batch, as this rank brings it."""
     refuse_autocast(options.mesh.device_type, options.session.policy)

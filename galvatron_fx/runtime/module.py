@@ -42,7 +42,7 @@ from galvatron_fx.runtime.modes import mark
 from galvatron_fx.runtime.module_tree import ModuleTree
 from galvatron_fx.runtime.nested_outputs import nested
 from galvatron_fx.runtime.on_mesh import CompiledFor
-from galvatron_fx.runtime.one_at_a_time import OneAtATime, refuse_autocast, without_autocast
+from galvatron_fx.runtime.one_at_a_time import OneAtATime, refuse_autocast, refuse_transforms, without_autocast
 from galvatron_fx.runtime.own_outputs import own_outputs
 from galvatron_fx.runtime.program import Call
 from galvatron_fx.runtime.programs import Known
@@ -127,6 +127,7 @@ class DistributedGraphModule(WithExperts):
         if self.plan.forward_only:
             raise InputError(f"forward_backward of a model that was compiled forward-only: {TRAIN_REMEDY}")
         refuse_autocast(self.mesh.device_type, self.plan.mixed_precision)
+        refuse_transforms((args, kwargs))
         with self._alone():
             program, flat, row_positions = self._program(args, kwargs, trains=True)
             program.require_loss()
@@ -166,6 +167,7 @@ class DistributedGraphModule(WithExperts):
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], everywhere: bool) -> Any:
         refuse_autocast(self.mesh.device_type, self.plan.mixed_precision)
+        refuse_transforms((args, kwargs))
         with self._alone():
             program, flat, row_positions = self._program(args, kwargs, trains=torch.is_grad_enabled())
             if self.plan.forward_only or not torch.is_grad_enabled():

@@ -1,17 +1,19 @@
-"""A step runs in one thread at a time, and in the dtypes of its program whatever autocast says."""
+"""A step runs in one thread at a time, in the dtypes of its program whatever autocast says, and in no transform."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from galvatron_fx.ir.errors import InputError
+from galvatron_fx.ir.torch_compat.transforms import active_transform
 
-__all__ = ["OneAtATime", "refuse_autocast", "without_autocast"]
+__all__ = ["OneAtATime", "refuse_autocast", "refuse_transforms", "without_autocast"]
 
 
 class OneAtATime:
@@ -45,6 +47,16 @@ def refuse_autocast(device: str, policy: MixedPrecisionPolicy | None) -> None:
             f"torch.autocast is on ({dtype}), and a compiled program computes in the dtypes it was traced in: take "
             f"the step out of autocast, and give compile mixed_precision=MixedPrecisionPolicy(param_dtype={dtype}), "
             f"which now {has}"
+        )
+
+
+def refuse_transforms(arguments: Any) -> None:
+    """Raise InputError where a call is inside of a function transform: its derivatives would be zero or missing."""
+    transform = active_transform(arguments)
+    if transform is not None:
+        raise InputError(
+            f"{transform} do not reach a compiled program, which has a backward of its own: use loss.backward() or "
+            f"torch.autograd.grad, or transform the plain model that galvatron_fx.gather gives"
         )
 
 

@@ -233,6 +233,9 @@ def _counted_from_the_front(call: OpCall) -> OpCall:
     names = [argument.name for argument in schema.arguments]
     given = zip(names, call.args, strict=False)
     args = tuple(_from_the_front(value, ndim) if name in _DIMS else value for name, value in given)
+    at = compat.ALL_DIMS_AT.get(call.target)
+    if at is not None and args[at : at + 1] == ((),):
+        args = (*args[:at], tuple(range(ndim)), *args[at + 1 :])
     kwargs = tuple((name, _from_the_front(value, ndim) if name in _DIMS else value) for name, value in call.kwargs)
     return replace(call, args=args, kwargs=kwargs)
 

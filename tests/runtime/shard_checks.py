@@ -70,6 +70,9 @@ PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
     "labels": lambda weight: F.cross_entropy(weight, torch.tensor([3, -100, 0, 1, -100, -100, 7, 2])),
     "norms of columns": lambda weight: weight.norm(dim=0).sum(),
     "norms of rows": lambda weight: weight.norm(dim=1).sum(),
+    "largest": lambda weight: weight.abs().amax(),
+    "largest by its norm": lambda weight: weight.norm(float("inf")),
+    "all dims": lambda weight: weight.sum(dim=[]) + weight.mean(dim=[]),
 }
 
 

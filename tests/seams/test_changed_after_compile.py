@@ -183,6 +183,39 @@ def test_autocast_around_a_step_is_refused_with_the_remedy(mesh: DeviceMesh) -> 
     same_gradients(compiled, plain)
 
 
+def test_transforms_of_functions_are_refused_with_the_remedy(mesh: DeviceMesh) -> None:
+    """Their derivatives would be zero, or missing."""
+    compiled, plain = pair(mesh)
+    given = batch()
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = compiled(**{**given, "x": x})["loss"]
+        return loss
+
+    x = given["x"]
+    for transform in (
+        lambda: torch.func.jvp(loss_of, (x,), (x,)),
+        lambda: torch.func.grad(loss_of)(x),
+        lambda: torch.func.vmap(loss_of)(x[None]),
+    ):
+        with pytest.raises(InputError, match=r"do not reach a compiled program.*use loss\.backward\(\)"):
+            transform()
+    with torch.autograd.forward_ad.dual_level():
+        with pytest.raises(InputError, match="forward-mode derivatives"):
+            loss_of(torch.autograd.forward_ad.make_dual(x, x))
+        loss_of(x).backward()
+    plain(**given)["loss"].backward()
+    same_gradients(compiled, plain)
+
+
+def test_a_model_that_is_compiled_by_inference_trains_later(mesh: DeviceMesh) -> None:
+    plain = Normed().double().eval()
+    lazy = galvatron_fx.compile(copy.deepcopy(plain), mesh, plan=Plan.uniform((1,), ("data",)))
+    with torch.inference_mode():
+        torch.testing.assert_close(lazy(**batch()), plain(**batch()))
+    same_step(lazy, plain)
+
+
 def test_autocast_of_the_dtype_that_is_computed_in_changes_nothing(mesh: DeviceMesh) -> None:
     plain = Net(with_logits)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.torch_compat.dtensor_writes import mend_dtensor_writes, whole_argument
-from galvatron_fx.ir.torch_compat.dtensors import STAGES_DIM, add_up_whole_norms, replicated
+from galvatron_fx.ir.torch_compat.dtensors import STAGES_DIM, add_up_whole_norms, reduce_all_dims, replicated
 
 __all__ = ["mend_dtensor_operators"]
 
@@ -49,6 +49,7 @@ def mend_dtensor_operators() -> None:
       torch draws the same ones on every rank, so that all shards are equal.
     - ``torch.autograd.detect_anomaly`` finds what is no number in any shard, on all ranks; ``torch.allclose`` compares.
     - Losses that are means (``F.mse_loss(weight, before)``) have the gradients of one device, and its values.
+    - ``sum(dim=[])``, which backward of ``amax()`` has, is over all dims.
     - The sum of norms of rows or columns that ranks share is that of the whole ones, not of their parts.
     - Writes into parts of tensors are those of one device (:mod:`galvatron_fx.ir.torch_compat.dtensor_writes`).
     - Collectives that a script calls on a tensor in shards, and operators on a plain tensor beside one, raise
@@ -66,6 +67,7 @@ def mend_dtensor_operators() -> None:
     for name in (*_MEAN_LOSSES, "allclose"):
         handlers[getattr(torch.ops.aten, name).default] = _compute_whole
     add_up_whole_norms()
+    reduce_all_dims()
     for name in _COLLECTIVES:
         handlers[getattr(torch.ops.c10d, name).default] = _refuse_collective
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from galvatron_fx.ir.torch_compat.versions import torch_version
 
 __all__ = [
+    "ALL_DIMS_AT",
     "STAGES_DIM",
     "DTensor",
     "DTensorSpec",
@@ -38,6 +39,7 @@ __all__ = [
     "mesh_in_order",
     "multi_axis_rule",
     "put_local",
+    "reduce_all_dims",
     "replicated",
     "single_axis_rule",
     "whole_tensor",
@@ -111,6 +113,35 @@ def _sum_of_norms(torch_rule: Callable[[OpSchema], Any], op_schema: OpSchema) ->
         for spec, places in zip(specs, placed, strict=True)
     ]
     return torch_rule(OpSchema(op_schema.op, (OpStrategy(parts), *rest), op_schema.kwargs_schema))
+
+
+_aten = torch.ops.aten
+
+ALL_DIMS_AT: dict[Any, int] = {
+    **dict.fromkeys((_aten.sum.dim_IntList, _aten.mean.dim, _aten.nansum.default, _aten.count_nonzero.dim_IntList), 1),
+    **dict.fromkeys((_aten.amax.default, _aten.amin.default, _aten.var.correction, _aten.std.correction), 1),
+    **dict.fromkeys((_aten.var_mean.correction, _aten.std_mean.correction), 1),
+    **dict.fromkeys((_aten.linalg_vector_norm.default, _aten.norm.ScalarOpt_dim), 2),
+}
+"""Reductions that are over all dims where the list at this position is empty; torch's rules take it for no dim."""
+
+
+def reduce_all_dims() -> None:
+    """From here on, reductions over no dims by name (``sum(dim=[])``, in backward of ``amax()``) are of DTensors, too,
+    what they are of plain tensors, in this process.
+    """
+    rules = _propagator().op_strategy_funcs
+    for op in ALL_DIMS_AT.keys() & rules.keys():
+        rules[op] = partial(_of_all_dims, rules[op])
+
+
+def _of_all_dims(torch_rule: Callable[[OpSchema], Any], op_schema: OpSchema) -> Any:
+    at, args = ALL_DIMS_AT[op_schema.op], list(op_schema.args_schema)
+    if len(args) > at and isinstance(args[at], (list, tuple)) and not args[at]:
+        assert isinstance(args[0], OpStrategy)
+        args[at] = list(range(args[0].ndim))
+        op_schema = OpSchema(op_schema.op, tuple(args), op_schema.kwargs_schema)
+    return torch_rule(op_schema)
 
 
 def replicated(value: Any, mesh: DeviceMesh) -> Any:

@@ -285,6 +285,14 @@ def test_rules_of_an_older_torch_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         rules_of((aten.mm.default, (real(4, 4), real(4, 4)), {}))
 
 
+@pytest.mark.parametrize("target", [aten.sum.dim_IntList, aten.mean.dim, aten.amax.default])
+def test_an_empty_list_of_dims_is_all_of_them(target: Any) -> None:
+    found = rules_of((target, (real(4, 8), []), {}))
+    assert {rule.outputs for rule in found if rule.splits_work} == {
+        (Partial({"sum": "sum", "mean": "avg"}.get(str(target).split(".")[1], "max")),)
+    }
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_groups_of_convolutions_are_split_whole(transposed: bool) -> None:
     """Also those that are the samples of a batch, each with kernels of its own."""
