@@ -13,7 +13,7 @@ from galvatron_fx.ir.errors import InputError
 from galvatron_fx.runtime.compiled import AnyProgram, StageCopies
 from galvatron_fx.runtime.dtensor_views import lie_like, share_of
 from galvatron_fx.runtime.late_changes import refuse_assignment, refuse_part
-from galvatron_fx.runtime.module_tree import ModuleTree, leave_absent, refuse_conversion
+from galvatron_fx.runtime.module_tree import ModuleTree, holds, leave_absent, refuse_conversion
 from galvatron_fx.runtime.original_attributes import is_of_original
 from galvatron_fx.runtime.stage_tensors import as_stage_tensor
 from galvatron_fx.runtime.wrappers import check_read, check_set, refuse_wrapper
@@ -47,6 +47,8 @@ class LikeOriginal(nn.Module):
         check_set(name)
         if self.__dict__.get("_main") is not None and name != "training":
             is_inner = name in self.__dict__ or hasattr(type(self), name) or not is_of_original(self._tree.twin, name)
+            if holds(self, name, value):
+                return
             if not (name.startswith("_") and is_inner):
                 if self._tree.attributes.assign(self._tree.twin, "", name, value):
                     return

@@ -13,7 +13,7 @@ from galvatron_fx.runtime.modes import Modes, Switches
 from galvatron_fx.runtime.original_attributes import AttributesRead, is_of_original, with_container_methods
 from galvatron_fx.runtime.wrappers import check_read, refuse_fully_shard
 
-__all__ = ["ModuleTree", "ShownModule", "leave_absent", "module_at", "refuse_conversion"]
+__all__ = ["ModuleTree", "ShownModule", "holds", "leave_absent", "module_at", "refuse_conversion"]
 
 _HOOKS = "the modules of a compiled model do not run one by one, so a hook of theirs would never be called"
 
@@ -75,6 +75,12 @@ class ModuleTree:
             parameter.requires_grad_(trained.get(name, parameter.requires_grad))
 
 
+def holds(module: nn.Module, name: str, value: object) -> bool:
+    """Whether a part of a module is what it is assigned, as by ``module.weight *= 0.5``, which has written in place."""
+    parts = module._parameters, module._buffers, module._modules
+    return any(name in held and held[name] is value for held in parts)
+
+
 class ShownModule(nn.Module):
     """Stands for one module of the original: its parameters, its mode, its name and class to read."""
 
@@ -131,7 +137,7 @@ class ShownModule(nn.Module):
         if name == "training" or (name.startswith("_") and not is_of_original(self._twin, name)):
             super().__setattr__(name, value)
             return
-        if self._tree.attributes.assign(self._twin, self._path, name, value):
+        if holds(self, name, value) or self._tree.attributes.assign(self._twin, self._path, name, value):
             return
         held = self._parameters.keys() | self._buffers.keys()
         remedy = "write the values in place, as in 'with torch.no_grad(): parameter.copy_(values)'"

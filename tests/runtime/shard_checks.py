@@ -106,6 +106,15 @@ def writes_into_shards(mesh: DeviceMesh) -> None:
                 write(each.weight.grad)
         same(compiled.weight, model.weight, what)
         same(compiled.weight.grad, model.weight.grad, f"{what} of a gradient")
+    totals = []
+    for each in (compiled, model):
+        totals.append(torch.zeros((), dtype=torch.float64))
+        with torch.no_grad():
+            each.weight *= 0.5  # which assigns what was written in place
+            totals[-1] += each.weight.norm() ** 2
+            totals[-1].add_(each.weight.grad.sum()).mul_(each.weight.abs().max())
+    same(compiled.weight, model.weight, "a weight that is scaled")
+    same(totals[0], totals[1], "what is added up in a plain tensor")
     unlike = torch.full((12,), float(dist.get_rank()), dtype=torch.float64)
     for refused in (partial(compiled.weight.data[5].copy_, unlike), partial(_assign, compiled.weight.data, 0, unlike)):
         with pytest.raises(InputError, match=r"is not the same on all ranks: make it from one seed"):

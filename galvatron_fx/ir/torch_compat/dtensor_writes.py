@@ -48,7 +48,13 @@ def mend_dtensor_writes() -> None:
 
 
 def _finish_and_pass_on(torch_tail: Any, op_call: Any, args: Any, kwargs: Any, *facts: Any) -> Any:
-    """What torch does behind an operator on local tensors, whose last two facts are whether it writes."""
+    """What torch does behind an operator on local tensors, whose last two facts are whether it writes. A plain number
+    that it wrote into (``total += gradient.norm()``) has the value already, if that is whole.
+    """
+    if facts[-2] and isinstance(args[0], torch.Tensor) and not isinstance(args[0], DTensor):
+        if all(placement.is_replicate() for placement in facts[1].output_spec.placements):
+            return args[0]
+        _target(op_call, args)
     result = torch_tail(op_call, args, kwargs, *facts)
     if any(facts[-2:]):
         for tensor in _written(op_call, args, kwargs):
