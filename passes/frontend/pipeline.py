@@ -26,6 +26,7 @@ from passes.frontend.find_experts import FindExperts
 from passes.frontend.fold_causal_masks import FoldCausalMasks
 from passes.frontend.follow_batch import FollowBatch
 from passes.frontend.functional_random import FunctionalRandom
+from passes.frontend.join_slices import JoinSlices
 from passes.frontend.locate_batch import LocateBatch
 from passes.frontend.mixed_precision import MixedPrecision
 from passes.frontend.number_values import NumberValues
@@ -41,6 +42,7 @@ PASSES: tuple[tuple[GraphPass, str], ...] = (
     (FindExperts(), "captured"),
     (BatchedIndexing(), "captured"),
     (Decompose(), "captured"),
+    (JoinSlices(), "captured"),
     (FollowBatch(), "captured"),
     (LocateBatch(), "captured"),
     (FindBlocks(), "blocked"),

@@ -78,10 +78,14 @@ class CleanGraph:
 
 
 def _drop_empty(node: fx.Node) -> None:
-    """Take operands of shape (0,), which ``cat`` skips whatever its dim, from one whose dtype does not need them."""
+    """Take operands without elements, of shape (0,) or with nothing along the dim of ``cat``, from one whose dtype does
+    not need them.
+    """
     operands, *dim = node.args
-    kept = [source for source in operands if meta_of(source).spec.shape != (0,)]  # type: ignore[union-attr, arg-type]
-    if any(meta_of(source).spec.dtype == meta_of(node).spec.dtype for source in kept):  # type: ignore[arg-type]
+    along = int(dim[0] if dim else 0)  # type: ignore[arg-type]
+    shapes = {source: meta_of(source).spec.shape for source in operands}  # type: ignore[union-attr, arg-type]
+    kept = [source for source in operands if shapes[source] != (0,) and shapes[source][along] > 0]  # type: ignore[union-attr]
+    if any(meta_of(source).spec.dtype == meta_of(node).spec.dtype for source in kept):
         node.args = (kept, *dim)
 
 
