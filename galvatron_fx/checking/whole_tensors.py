@@ -36,7 +36,7 @@ def distribute(whole: Tensor, placements: Sequence[Placement], shape: Sequence[i
 def _parts(whole: Tensor, shard: Shard, degree: int) -> list[Tensor]:
     if not shard.mirrored:
         return split_runs(whole, shard.dim, shard.split_factor, degree)
-    return [take_mirrored(whole, shard.dim, shard.split_factor, degree, part) for part in range(degree)]
+    return [take_mirrored(whole, shard.dim, shard.num_runs, degree, part) for part in range(degree)]
 
 
 def collect(held: Sequence[Tensor], placements: Sequence[Placement | None], shape: Sequence[int]) -> Whole:
@@ -45,13 +45,18 @@ def collect(held: Sequence[Tensor], placements: Sequence[Placement | None], shap
     for placement, degree in reversed(list(zip(placements, shape, strict=True))):
         groups = [parts[i : i + degree] for i in range(0, len(parts), degree)]
         if isinstance(placement, Shard):
-            join = join_mirrored if placement.mirrored else join_runs
-            parts = [join(group, placement.dim, placement.split_factor) for group in groups]
+            parts = [_joined(group, placement) for group in groups]
             continue
         for first, *others in groups:
             spread = max([spread, *(difference(other, first) for other in others if other is not first)])
         parts = [group[0] for group in groups]
     return Whole(parts[0], spread)
+
+
+def _joined(parts: list[Tensor], shard: Shard) -> Tensor:
+    if shard.mirrored:
+        return join_mirrored(parts, shard.dim, shard.num_runs)
+    return join_runs(parts, shard.dim, shard.split_factor)
 
 
 def difference(value: Tensor, expected: Tensor) -> float:

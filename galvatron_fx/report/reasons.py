@@ -66,6 +66,8 @@ class Reasons:
         value, (taker, takes) = self._value(node.args[0]), self._taker(node)
         if node.target is c.all_gather:
             return f"{value} is sharded along dim {node.args[1]}; {taker} {takes} whole"
+        if node.target is c.all_to_all and node.args[1] == node.args[3]:
+            return f"{value} is sharded along dim {node.args[1]}; {taker} {takes} so in other runs"
         if node.target is c.all_to_all:
             return f"{value} is sharded along dim {node.args[1]}; {taker} {takes} sharded along dim {node.args[3]}"
         if node.target is c.rotate:

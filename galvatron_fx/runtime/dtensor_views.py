@@ -54,12 +54,12 @@ def shown(
         if -(-padded.size // mesh.size(column)) * mesh.size(column) == padded.padded_size:
             return _with_fewer_rows(local, mesh, plain, column, padded)
     value = DTensor.from_local(local, mesh, plain, run_check=False)
-    runs = max(place.split_factor for _, place in shards)
+    runs = max(place.num_runs for _, place in shards)
     if runs == 1 and padded is None:
         return value
     whole = value.full_tensor()
     if runs > 1:
-        dim = next(place.dim for _, place in shards if place.split_factor > 1)
+        dim = next(place.dim for _, place in shards if place.is_strided)
         ranks = prod(mesh.size(at) for at, place in shards if place.dim == dim)
         whole = whole.unflatten(dim, (ranks, runs, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
     return whole if padded is None else padded.unpadded(whole)

@@ -59,7 +59,7 @@ def products_beside(graph: fx.Graph) -> Iterator[ProductsBeside]:
 def _behind(gather: fx.Node) -> ProductsBeside | None:
     x, dim, split_factor, _ = _arguments(gather)
     shape = meta_of(x).spec.shape
-    if dim == len(shape) - 1:
+    if dim == len(shape) - 1 or isinstance(split_factor, tuple):
         return None
     products = products_of_rows(gather, list(gather.users))
     return ProductsBeside(gather, products, prod(shape[:dim]) * split_factor)
@@ -69,7 +69,7 @@ def _in_front(reduction: fx.Node) -> ProductsBeside | None:
     x, op, *rest, _ = _arguments(reduction)
     shape = meta_of(x).spec.shape
     found = summed_products(x)
-    is_whole_row = op == "sum" and not (rest and rest[0] == len(shape) - 1)
+    is_whole_row = op == "sum" and not (rest and (rest[0] == len(shape) - 1 or isinstance(rest[1], tuple)))
     if found is None or not is_whole_row or len(x.users) != 1 or not _alike(meta_of(x), meta_of(reduction)):
         return None
     return ProductsBeside(reduction, found[0], prod(shape[: rest[0]]) * rest[1] if rest else 1, found[1])

@@ -145,5 +145,5 @@ def _with_batch(spec: TensorSpec, shard: Shard | None, batch: int) -> TensorSpec
         return spec
     dims: list[Dim] = list(spec.shape)
     dims[shard.dim] = spec.shape[shard.dim] // batch * BATCH
-    runs = tuple(shard.split_factor if dim == shard.dim else 1 for dim in range(len(dims)))
-    return replace(spec, dims=tuple(dims), batch_split_factors=runs if shard.split_factor > 1 else ())
+    runs = tuple(shard.num_runs if dim == shard.dim else 1 for dim in range(len(dims)))
+    return replace(spec, dims=tuple(dims), batch_split_factors=runs if shard.is_strided else ())

@@ -73,7 +73,7 @@ def _terms(total: fx.Node) -> Iterator[fx.Node]:
 
 @dataclass(frozen=True)
 class _Part:
-    """A term that is zero but for ``start`` to ``stop`` along ``dim``, where it is ``value``, or that without the dim."""
+    """A term that is zero but from ``start`` to ``stop`` along ``dim``: ``value`` is there, which may lack the dim."""
 
     term: fx.Node
     value: fx.Node
@@ -87,7 +87,7 @@ class _Part:
 
 
 def _part(term: fx.Node) -> _Part | None:
-    """A gradient of a slice without steps, or of a selected place; None for others, and along dims without a fixed size."""
+    """A gradient of a slice without steps, or of a selected place, along a dim of fixed size; None for others."""
     if term.target not in _PARTS:
         return None
     value, sizes, dim, start, *rest = term.args
@@ -176,7 +176,7 @@ def _split_features(product: fx.Node) -> None:
     dim = len(spec.shape) - 1
     if spec.shape[dim] != meta_of(product).spec.shape[-1] or not _is_fixed(spec, dim):
         return
-    slices = {user: _bounds(spec.shape[dim], *user.args[2:4]) for user in source.users if _is_slice(user, dim)}
+    slices = {user: _bounds(spec.shape[dim], *user.args[2:4]) for user in source.users if _is_slice(user, dim)}  # type: ignore[arg-type]
     cuts = sorted(set(slices.values()))
     ends = [0, *(stop for _, stop in cuts)]
     if len(cuts) < 2 or [start for start, _ in cuts] != ends[:-1] or ends[-1] != spec.shape[dim]:

@@ -77,7 +77,7 @@ def _through_view(spec: TensorSpec, dim: int, source: TensorSpec, batch: int) ->
     if before is None:
         return 1
     after = through_view(Shard(before, source.batch_split_factor(before)), source.shape, spec.shape, batch)
-    return after.split_factor if after is not None and after.dim == dim else 1
+    return after.num_runs if after is not None and after.dim == dim else 1
 
 
 def _kept(size: sympy.Expr, sources: list[TensorSpec]) -> int:

@@ -19,7 +19,9 @@ from galvatron_fx.ir.graph.bound_ops import (
     from_ranks,
     gather_ready,
     put_halves,
+    put_stretches,
     take_halves,
+    take_stretches,
     to_ranks,
 )
 from galvatron_fx.ir.graph.further_rounds import FurtherRounds
@@ -278,12 +280,26 @@ def _bind_reduce_scatter(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.
 def _bind_all_to_all(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:
     axis = codegen.axis_of(node)
     x, from_dim, from_outer, to_dim, to_outer = node.args[:5]
+    if from_dim == to_dim:
+        return _bind_other_runs(write, node, axis)
     local = _scaled(write.shape, from_dim, 1, axis.size)
     stacked = _scaled(local, 0, axis.size)
     ranks = write(stacked, to_ranks, x, to_dim, to_outer, axis.size)
     rows = [local[0]] * axis.size
     moved = write.waited(stacked, c10d.all_to_all_single.default, ranks, rows, rows, axis.group_name)
     return write(write.shape, from_ranks, moved, from_dim, from_outer, axis.size)
+
+
+def _bind_other_runs(write: _Writer, node: fx.Node, axis: BoundAxis) -> fx.Node:
+    """The dim is split as before, but in other runs: each rank sends others what these hold from now on."""
+    args: tuple[Any, ...] = node.args
+    x, dim, have, _, want, _ = args
+    size = write.shape[dim]
+    moves = c.runs_to_exchange(size * axis.size, have, want, axis.size, axis.coordinate)
+    rows = (size, *write.shape[:dim], *write.shape[dim + 1 :])
+    taken = write(rows, take_stretches, x, dim, moves.taken)
+    moved = write.waited(rows, c10d.all_to_all_single.default, taken, moves.received, moves.sent, axis.group_name)
+    return write(write.shape, put_stretches, moved, dim, moves.put)
 
 
 def _bind_shard(codegen: Codegen, write: _Writer, node: fx.Node) -> fx.Node:

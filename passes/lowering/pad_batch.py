@@ -99,7 +99,7 @@ def _padded_outputs(graph: fx.GraphModule, padding: _Padding) -> dict[str, Padde
             continue
         if port.kind == "cache":
             raise CoupledSamplesError(f"the cache '{port.name}' would have more rows than the batch")
-        if shard.split_factor > 1 or not (port.kind == "output" or port.is_input_gradient):
+        if shard.is_strided or not (port.kind == "output" or port.is_input_gradient):
             raise _refusal(node)
         spec = meta_of(node).spec
         padded[port.name] = PaddedDim(shard.dim, spec.shape[shard.dim], padding.grown(node, spec).shape[shard.dim])

@@ -73,7 +73,7 @@ class PaddingWriter:
 
     def _mask(self, spec: TensorSpec, shard: Shard, beside: NodeMeta) -> fx.Node:
         """Which rows are padding, shaped to broadcast against ``spec``."""
-        size, runs = spec.shape[shard.dim], shard.split_factor
+        size, runs = spec.shape[shard.dim], shard.num_runs
         after = size // (runs * self.rows)
         mask = self._rows_of_padding(beside)
         if runs * after > 1:

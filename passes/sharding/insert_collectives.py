@@ -41,6 +41,7 @@ from galvatron_fx.ir.graph.placement import (
     is_mirror_image,
     is_routed,
     local_shape,
+    num_units,
 )
 from galvatron_fx.ir.graph.rewrite import copy_node, write_call
 from galvatron_fx.ir.torch_compat.graphs import graph_module
@@ -354,6 +355,6 @@ def _scaled(spec: TensorSpec, placement: Shard, times: int, over: int) -> tuple[
 def _runs(spec: TensorSpec, placement: Shard, times: int, over: int) -> tuple[int, ...]:
     """Runs before the batch, fewer or more where the shard splits what lies outside of the batch."""
     runs = list(spec.batch_split_factors)
-    if runs and placement.split_factor < runs[placement.dim]:
+    if runs and num_units(placement.split_factor) < runs[placement.dim]:
         runs[placement.dim] = runs[placement.dim] * times // over
     return tuple(runs)

@@ -26,7 +26,6 @@ from galvatron_fx.ir.graph.placement import (
     Replicate,
     Shard,
     between,
-    is_mirror_image,
     is_routed,
 )
 from galvatron_fx.ir.graph.symbols import BATCH
@@ -112,8 +111,7 @@ class Prices:
         elif isinstance(have, Replicate):
             return self._traffic_s(2 * size / self.degree) + self.device.launch_overhead_s
         else:
-            exchange = isinstance(want, Shard) and isinstance(have, Shard) and have.dim != want.dim
-            kind = "all_to_all" if exchange or is_mirror_image(have, want) else "all_gather"
+            kind = "all_to_all" if isinstance(want, Shard) else "all_gather"
         return _collective_s(kind, size, self.axes) + self._copy_s(size, have, want)
 
     def reduce_s(self, spec: TensorSpec) -> float:
@@ -130,9 +128,11 @@ class Prices:
         return self._traffic_s(_KEEPING * self._bytes((spec,), (placement,)))
 
     def _copy_s(self, size: float, have: Placement, want: Placement) -> float:
-        """Collectives move dim 0; other dims are copied before or after."""
-        strided = any(isinstance(p, Shard) and (p.dim or p.split_factor > 1) for p in (have, want))
-        return self._traffic_s(2 * size) if strided else 0.0
+        """Collectives move dim 0; other dims are copied before or after: shards where these are exchanged."""
+        strided = [p for p in (have, want) if isinstance(p, Shard) and (p.dim or p.is_strided)]
+        exchanges = isinstance(have, Shard) and isinstance(want, Shard)
+        copied = len(strided) * size / self.degree if exchanges else size
+        return self._traffic_s(2 * copied) if strided else 0.0
 
     def _traffic_s(self, size_bytes: float) -> float:
         return traffic_s(self.device, size_bytes)

@@ -8,7 +8,7 @@ import torch
 
 from galvatron_fx.ir.graph.metadata import TensorSpec
 from galvatron_fx.ir.graph.op_call import OpCall
-from galvatron_fx.ir.graph.placement import REPLICATE, Placement, Shard, fits
+from galvatron_fx.ir.graph.placement import REPLICATE, Placement, Runs, Shard, fits
 from galvatron_fx.ir.graph.symbols import BATCH, SEQUENCE
 from galvatron_fx.ir.kernels.experts import place_by_rank, route
 from galvatron_fx.ir.plan.strategy import BATCH_ROLES, CONTEXT, EXPERT_ROLES, EXPERT_SEQUENCE, GRAPH, PIPELINE
@@ -27,20 +27,20 @@ class RoleRules:
     """The limits that ``role`` puts on an axis of ``degree`` ranks; ``batch`` is the batch size left on each rank.
 
     An axis that holds stages is lowered where other blocks are spread over its ranks: to a block of one rank all is
-    whole, as if each rank computed it. ``runs``: in how many equal runs features may be split one by one.
+    whole, as if each rank computed it. ``runs``: in which runs features may be split one by one.
     """
 
     role: str
     degree: int
     batch: int
-    runs: tuple[int, ...] = ()
+    runs: tuple[Runs, ...] = ()
 
     def splits_batch(self, spec: TensorSpec, placement: Shard) -> bool:
         """Whether the shard cuts the batch, and not what lies outside or inside of it in the same dim."""
         size = spec.symbolic[placement.dim]
         holds = BATCH in getattr(size, "free_symbols", ())
         runs = spec.batch_split_factor(placement.dim)
-        return holds and runs <= placement.split_factor < runs * max(self.batch, 1)
+        return holds and runs <= placement.num_runs < runs * max(self.batch, 1)
 
     def allows(self, spec: TensorSpec, placement: Placement, listed: bool = False) -> bool:
         """Whether a value inside a block may be placed so; ``listed`` as of :meth:`parameter_choices`."""
@@ -51,7 +51,9 @@ class RoleRules:
         if self.role in EXPERT_ROLES and self._is_of_experts(spec):
             return placement in self.parameter_choices(spec, listed)
         symbols = getattr(spec.symbolic[placement.dim], "free_symbols", ())
-        if placement.split_factor > 1 and not symbols and placement.split_factor not in self.runs:
+        if placement.is_strided and not symbols and placement.split_factor not in self.runs:
+            return False
+        if isinstance(placement.split_factor, tuple) and symbols:
             return False
         if self.role == GRAPH:
             return not placement.mirrored and (BATCH not in symbols or self.splits_batch(spec, placement))
@@ -68,7 +70,7 @@ class RoleRules:
     def _splits_features(self, spec: TensorSpec, placement: Shard) -> bool:
         """Whether the shard lies behind the batch and the sequence of a flattened dim (heads, say)."""
         size = spec.symbolic[placement.dim]
-        rest = spec.shape[placement.dim] // placement.split_factor
+        rest = spec.shape[placement.dim] // placement.num_runs
         factor = int(size.as_coeff_Mul()[0]) if hasattr(size, "as_coeff_Mul") else 1
         return rest <= factor
 

@@ -24,9 +24,11 @@ from galvatron_fx.ir.graph.placement import (
     Partial,
     Placement,
     Replicate,
+    Runs,
     Shard,
     fits,
     is_routed,
+    num_units,
 )
 from galvatron_fx.ir.torch_compat import dtensors as compat
 from galvatron_fx.ir.torch_compat.dtensors import (
@@ -174,18 +176,18 @@ def strided(rule: OpRule, call: OpCall, candidates: Iterable[Placement], degree:
     shards = [p for p in candidates if isinstance(p, Shard)]
     kinds = {(p.split_factor, p.routed and not rule.routes, p.mirrored) for p in shards} - {(1, False, False)}
 
-    def stride(pair: tuple[Placement, TensorSpec | None], kind: tuple[int, bool, bool]) -> Placement:
+    def stride(pair: tuple[Placement, TensorSpec | None], kind: tuple[Runs, bool, bool]) -> Placement:
         placement, spec = pair
         if not isinstance(placement, Shard) or (rule.exchanges and not counts_tokens(spec, placement)):
             return placement
         split_factor, routed, mirrored = kind
         return replace(placement, split_factor=split_factor, routed=placement.routed or routed, mirrored=mirrored)
 
-    def instance(kind: tuple[int, bool, bool]) -> OpRule:
+    def instance(kind: tuple[Runs, bool, bool]) -> OpRule:
         placed = [stride(pair, kind) for pair in rule.placed(call)]
         return OpRule(tuple(placed[: len(call.outputs)]), tuple(placed[len(call.outputs) :]), rule.expansion)
 
-    instances = [instance(kind) for kind in sorted(kinds) if not _cuts_groups(rule, call, kind, degree)]
+    instances = [instance(kind) for kind in sorted(kinds, key=str) if not _cuts_groups(rule, call, kind, degree)]
     placements = {*rule.outputs, *rule.inputs}
     is_plain = placements <= {REPLICATE, *(Shard(p.dim) for p in placements if isinstance(p, Shard))}
     if is_plain and not rule.routes and not rule.expansion:
@@ -193,13 +195,13 @@ def strided(rule: OpRule, call: OpCall, candidates: Iterable[Placement], degree:
     return [instance for instance in instances if _valid(instance, call, degree)]
 
 
-def _cuts_groups(rule: OpRule, call: OpCall, kind: tuple[int, bool, bool], degree: int) -> bool:
+def _cuts_groups(rule: OpRule, call: OpCall, kind: tuple[Runs, bool, bool], degree: int) -> bool:
     """Whether runs have parts of the groups of a convolution, of several channels each."""
     place, at = _GROUPED.get(call.target, (0, 0))
     if not at or rule.inputs[place] != Shard(0) or call.args[at] == call.inputs[place].shape[0]:
         return False
     split_factor, routed, mirrored = kind
-    return routed or mirrored or bool(call.args[at] % (split_factor * degree))
+    return routed or mirrored or bool(call.args[at] % (num_units(split_factor) * degree))
 
 
 def counts_tokens(spec: TensorSpec | None, placement: Shard) -> bool:

@@ -15,7 +15,9 @@ from galvatron_fx.ir.graph.bound_ops import (
     from_ranks,
     gather_ready,
     put_halves,
+    put_stretches,
     take_halves,
+    take_stretches,
     to_ranks,
 )
 from galvatron_fx.ir.graph.metadata import NodeMeta, has_meta, meta_of
@@ -26,7 +28,7 @@ from passes.analysis.strided_values import StridedTensor
 from passes.lowering.codegen import Codegen
 
 _MAY_COPY = {torch.ops.aten.reshape.default, gather_ready, to_ranks, from_ranks, from_mirrored}
-_MAY_COPY |= {c.take_run, c.take_mirrored, take_halves, put_halves}
+_MAY_COPY |= {c.take_run, c.take_mirrored, take_halves, put_halves, take_stretches, put_stretches}
 
 
 def implicit_copies(graph: fx.GraphModule, degrees: Sequence[int]) -> Iterator[tuple[NodeMeta, int]]:

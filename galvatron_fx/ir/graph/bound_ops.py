@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from galvatron_fx.ir.graph import collectives as c
+from galvatron_fx.ir.graph.placement import Runs
 from galvatron_fx.ir.torch_compat.tensors import num_holders
 
 c10d = torch.ops._c10d_functional
@@ -32,14 +33,14 @@ def gather_ready(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def to_ranks(x: Tensor, dim: int, split_factor: int, parts: int) -> Tensor:
+def to_ranks(x: Tensor, dim: int, split_factor: Runs, parts: int) -> Tensor:
     """Lay the shards of Shard(dim, split_factor) one behind the other along dim 0."""
     if dim == 0 and split_factor == 1:
         return x.contiguous()
     return c.stack_runs(x, dim, split_factor, parts)
 
 
-def from_ranks(x: Tensor, dim: int, split_factor: int, parts: int) -> Tensor:
+def from_ranks(x: Tensor, dim: int, split_factor: Runs, parts: int) -> Tensor:
     """Undo :func:`to_ranks`: shards one behind the other along dim 0 become the whole tensor."""
     if dim == 0 and split_factor == 1:
         return x
@@ -49,6 +50,17 @@ def from_ranks(x: Tensor, dim: int, split_factor: int, parts: int) -> Tensor:
 def from_mirrored(x: Tensor, dim: int, split_factor: int, parts: int) -> Tensor:
     """Shards of Shard(dim, split_factor, mirrored), one behind the other along dim 0, become the whole tensor."""
     return c.join_mirrored(x.chunk(parts, dim=0), dim, split_factor)
+
+
+def take_stretches(x: Tensor, dim: int, stretches: Sequence[Sequence[int]]) -> Tensor:
+    """Stretches of ``dim``, which comes first, one behind the other."""
+    rows = x.movedim(dim, 0)
+    return torch.cat([rows[start:stop] for start, stop in stretches]).contiguous()
+
+
+def put_stretches(rows: Tensor, dim: int, stretches: Sequence[Sequence[int]]) -> Tensor:
+    """Stretches of rows one behind the other, as ``dim`` of a dense tensor."""
+    return torch.cat([rows[start:stop] for start, stop in stretches]).movedim(0, dim).contiguous()
 
 
 def take_halves(x: Tensor, dim: int, split_factor: int, order: Sequence[int]) -> Tensor:

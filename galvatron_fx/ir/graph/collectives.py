@@ -8,10 +8,15 @@ at once (:mod:`galvatron_fx.runtime.lockstep`). ``axis`` is the index of a mesh 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from galvatron_fx.ir.arrays import Ints
+from galvatron_fx.ir.graph.placement import Runs, num_units
 
 
 def _unbound(name: str) -> RuntimeError:
@@ -25,12 +30,12 @@ def all_reduce(x: Tensor, op: str, axis: int) -> Tensor:
     raise _unbound("all_reduce")
 
 
-def all_gather(x: Tensor, dim: int, split_factor: int, axis: int) -> Tensor:
+def all_gather(x: Tensor, dim: int, split_factor: Runs, axis: int) -> Tensor:
     """Concatenate the shards of all ranks: Shard(dim, split_factor) -> Replicate."""
     raise _unbound("all_gather")
 
 
-def reduce_scatter(x: Tensor, op: str, dim: int, split_factor: int, axis: int) -> Tensor:
+def reduce_scatter(x: Tensor, op: str, dim: int, split_factor: Runs, axis: int) -> Tensor:
     """Combine terms and keep one shard: Partial -> Shard(dim, split_factor)."""
     raise _unbound("reduce_scatter")
 
@@ -40,7 +45,7 @@ def all_to_all(x: Tensor, from_dim: int, from_outer: int, to_dim: int, to_outer:
     raise _unbound("all_to_all")
 
 
-def shard(x: Tensor, dim: int, split_factor: int, axis: int) -> Tensor:
+def shard(x: Tensor, dim: int, split_factor: Runs, axis: int) -> Tensor:
     """Keep this rank's slice: Replicate -> Shard(dim, split_factor). No communication."""
     raise _unbound("shard")
 
@@ -176,8 +181,11 @@ RING_STEPS: tuple[Callable[..., Any], ...] = (ring_step, ring_step_backward)
 # The local halves of the collectives: pure tensor functions, shared by the simulator and the generated code.
 
 
-def split_runs(x: Tensor, dim: int, split_factor: int, parts: int) -> list[Tensor]:
+def split_runs(x: Tensor, dim: int, split_factor: Runs, parts: int) -> list[Tensor]:
     """Cut ``x`` into what each of ``parts`` ranks holds under Shard(dim, split_factor); contiguous copies."""
+    if isinstance(split_factor, tuple):
+        cut = [run.chunk(parts, dim) for run in _unlike_runs(x, dim, split_factor)]
+        return [torch.cat(held, dim).contiguous() for held in zip(*cut, strict=True)]
     shape = list(x.shape)
     inner = shape[dim] // (split_factor * parts)
     runs = x.reshape(*shape[:dim], split_factor, parts, inner, *shape[dim + 1 :])
@@ -185,10 +193,17 @@ def split_runs(x: Tensor, dim: int, split_factor: int, parts: int) -> list[Tenso
     return [runs.select(dim + 1, part).reshape(local).contiguous() for part in range(parts)]
 
 
-def stack_runs(x: Tensor, dim: int, split_factor: int, parts: int) -> Tensor:
+def _unlike_runs(x: Tensor, dim: int, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+    unit = x.shape[dim] // sum(lengths)
+    return torch.split(x, [unit * length for length in lengths], dim)
+
+
+def stack_runs(x: Tensor, dim: int, split_factor: Runs, parts: int) -> Tensor:
     """Lay what the ranks hold under Shard(dim, split_factor) one behind the other along dim 0: the local tensors of
-    :func:`split_runs`, in one copy.
+    :func:`split_runs`, in one copy of equal runs.
     """
+    if isinstance(split_factor, tuple):
+        return torch.cat(split_runs(x, dim, split_factor, parts))
     shape = list(x.shape)
     inner = shape[dim] // (split_factor * parts)
     local = [*shape[:dim], split_factor * inner, *shape[dim + 1 :]]
@@ -196,8 +211,11 @@ def stack_runs(x: Tensor, dim: int, split_factor: int, parts: int) -> Tensor:
     return runs.reshape(parts * local[0], *local[1:]).contiguous()
 
 
-def take_run(x: Tensor, dim: int, split_factor: int, parts: int, part: int) -> Tensor:
+def take_run(x: Tensor, dim: int, split_factor: Runs, parts: int, part: int) -> Tensor:
     """What rank ``part`` of ``parts`` holds of ``x`` under Shard(dim, split_factor); a contiguous copy."""
+    if isinstance(split_factor, tuple):
+        held = [run.chunk(parts, dim)[part] for run in _unlike_runs(x, dim, split_factor)]
+        return torch.cat(held, dim).contiguous()
     shape = list(x.shape)
     inner = shape[dim] // (split_factor * parts)
     if split_factor == 1:
@@ -207,8 +225,11 @@ def take_run(x: Tensor, dim: int, split_factor: int, parts: int, part: int) -> T
     return runs.select(dim + 1, part).clone(memory_format=torch.contiguous_format).reshape(local)
 
 
-def join_runs(shards: list[Tensor], dim: int, split_factor: int) -> Tensor:
+def join_runs(shards: list[Tensor], dim: int, split_factor: Runs) -> Tensor:
     """Put the shards of Shard(dim, split_factor) together again: the inverse of :func:`split_runs`."""
+    if isinstance(split_factor, tuple):
+        held = [_unlike_runs(shard, dim, split_factor) for shard in shards]
+        return torch.cat([part for run in zip(*held, strict=True) for part in run], dim).contiguous()
     if split_factor == 1:
         return torch.cat(shards, dim=dim).contiguous()
     shape = list(shards[0].shape)
@@ -217,13 +238,15 @@ def join_runs(shards: list[Tensor], dim: int, split_factor: int) -> Tensor:
     return torch.cat(runs, dim=dim + 1).reshape(full).contiguous()
 
 
-def join_rows(rows: Tensor, shape: Sequence[int], dim: int, split_factor: int) -> Tensor:
+def join_rows(rows: Tensor, shape: Sequence[int], dim: int, split_factor: Runs) -> Tensor:
     """Put shards of ``shape`` under Shard(dim, split_factor), one flattened in each row, together again: in one copy.
 
     The result is contiguous, also where a view of the rows would do: some kernels read the statistics of a norm as if
     they were dense, whatever their strides are.
     """
     parts, shape = rows.shape[0], list(shape)
+    if isinstance(split_factor, tuple):
+        return join_runs([row.reshape(shape) for row in rows.unbind()], dim, split_factor)
     runs = rows.reshape(parts, *shape[:dim], split_factor, shape[dim] // split_factor, *shape[dim + 1 :])
     return runs.movedim(0, dim + 1).reshape(*shape[:dim], parts * shape[dim], *shape[dim + 1 :]).contiguous()
 
@@ -240,6 +263,53 @@ def join_mirrored(shards: Sequence[Tensor], dim: int, split_factor: int) -> Tens
     halves = [shard.unflatten(dim, (split_factor, 2, -1)).unbind(dim + 1) for shard in shards]
     chunks = [*(front for front, _ in halves), *(back for _, back in reversed(halves))]
     return torch.stack(chunks, dim + 1).flatten(dim, dim + 2)
+
+
+Stretch = tuple[int, int]
+"""The first of some neighbours along a dim, and the place behind the last."""
+
+
+@dataclass(frozen=True)
+class RunsExchange:
+    """How one rank takes part where the runs change in which a dim is split: it sends ``taken`` of its shard, in order,
+    ``sent`` places to each rank; ``put``: what it gets, ``received`` places by each, in the order of its new shard.
+    """
+
+    taken: list[Stretch]
+    sent: list[int]
+    received: list[int]
+    put: list[Stretch]
+
+
+def runs_to_exchange(size: int, have: Runs, want: Runs, parts: int, part: int) -> RunsExchange:
+    """How rank ``part`` of ``parts`` comes from Shard(dim, have) to Shard(dim, want) of a dim of ``size``."""
+    before, after = ([_indices(size, runs, parts, rank) for rank in range(parts)] for runs in (have, want))
+    owner = np.empty(size, np.int64)
+    for rank, indices in enumerate(after):
+        owner[indices] = rank
+    receivers = owner[before[part]]
+    arriving = [indices[owner[indices] == part] for indices in before]
+    place = np.empty(size, np.int64)
+    place[np.concatenate(arriving)] = np.arange(len(after[part]))
+    return RunsExchange(
+        _stretches(receivers.argsort(kind="stable")),
+        np.bincount(receivers, minlength=parts).tolist(),
+        [len(indices) for indices in arriving],
+        _stretches(place[after[part]]),
+    )
+
+
+def _indices(size: int, runs: Runs, parts: int, part: int) -> Ints:
+    """The indices of a dim that a rank holds, in order."""
+    lengths = np.array((1,) * runs if isinstance(runs, int) else runs) * (size // (num_units(runs) * parts))
+    firsts = parts * (lengths.cumsum() - lengths) + part * lengths
+    return np.concatenate([np.arange(first, first + length) for first, length in zip(firsts, lengths, strict=True)])
+
+
+def _stretches(places: Ints) -> list[Stretch]:
+    """Places in order, as few stretches of neighbours."""
+    pieces = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
+    return [(int(piece[0]), int(piece[-1]) + 1) for piece in pieces]
 
 
 def chunks_to_exchange(parts: int, part: int, to_mirrored: bool) -> tuple[list[int], list[int], list[int], list[int]]:

@@ -3,7 +3,8 @@
 The vocabulary is DTensor's, with one addition: ``Shard(dim, split_factor)`` splits a dim that is ``split_factor`` runs
 of equal length, and each rank holds a slice of every run (DTensor's ``_StridedShard``). ``[batch, sequence, hidden]``
 split along the sequence and viewed as ``[batch * sequence, hidden]`` is ``Shard(0, split_factor=batch)``: without it,
-views would hide the sequence from every matrix multiplication.
+views would hide the sequence from every matrix multiplication. Runs of unlike lengths are told by these, in their
+greatest common unit: 32 query heads, 8 of keys and 8 of values in one dim are ``Shard(0, (4, 1, 1))``.
 
 A placement speaks of the tensor as it is after all earlier axes have been lowered, so that axes compose by
 lowering one after the other.
@@ -18,6 +19,14 @@ from math import ceil, prod
 
 from torch.distributed import tensor as dtensor
 
+Runs = int | tuple[int, ...]
+"""How many equal runs a dim is, or the lengths of unlike ones."""
+
+
+def num_units(runs: Runs) -> int:
+    """How many units runs are long together, of which each rank holds a part."""
+    return runs if isinstance(runs, int) else sum(runs)
+
 
 @dataclass(frozen=True, order=True)
 class Replicate:
@@ -29,7 +38,7 @@ class Replicate:
 
 @dataclass(frozen=True, order=True)
 class Shard:
-    """Every rank holds an equal slice of ``dim``, taken inside each of ``split_factor`` equal runs.
+    """Every rank holds an equal slice of ``dim``, taken inside each of ``split_factor`` runs.
 
     ``routed``: these are copies of its own tokens, in the order of their experts: what ``dispatch`` makes of tokens
     that are sharded so, and ``combine`` turns back (:mod:`galvatron_fx.ir.kernels.experts`). As the whole tensor has
@@ -40,22 +49,34 @@ class Shard:
     """
 
     dim: int
-    split_factor: int = 1
+    split_factor: Runs = 1
     routed: bool = False
     mirrored: bool = False
 
     def __str__(self) -> str:
-        runs = f",{self.split_factor}" if self.split_factor > 1 else ""
+        lengths = (self.split_factor,) if isinstance(self.split_factor, int) else self.split_factor
+        runs = f",{':'.join(map(str, lengths))}" if self.is_strided else ""
         return f"S({self.dim}{runs}{',routed' if self.routed else ''}{',mirrored' if self.mirrored else ''})"
+
+    @property
+    def is_strided(self) -> bool:
+        """Whether each rank holds parts of several runs."""
+        return self.split_factor != 1
+
+    @property
+    def num_runs(self) -> int:
+        """How many runs there are, of one length each: what splits a batch or a sequence has no others."""
+        assert isinstance(self.split_factor, int), f"{self} has runs of unlike lengths"
+        return self.split_factor
 
     @property
     def is_plain(self) -> bool:
         """Whether each rank holds one run of neighbours, in order of the ranks: what DTensor's ``Shard`` says."""
-        return self.split_factor == 1 and not self.routed and not self.mirrored
+        return not self.is_strided and not self.routed and not self.mirrored
 
     def pieces(self, degree: int) -> int:
         """Into how many equal pieces the dim is cut for ``degree`` ranks."""
-        return self.split_factor * degree * (2 if self.mirrored else 1)
+        return num_units(self.split_factor) * degree * (2 if self.mirrored else 1)
 
 
 @dataclass(frozen=True, order=True)
@@ -136,8 +157,7 @@ def between(have: Placement, want: Placement) -> Placement | None:
         return replace(want, mirrored=False)
     if isinstance(have, Shard) and have.mirrored:
         return replace(have, mirrored=False)
-    same_dim = isinstance(have, Shard) and isinstance(want, Shard) and have.dim == want.dim
-    return REPLICATE if same_dim else None
+    return None
 
 
 def exchange_slots(rows: int, degree: int, capacity: float, parts: int = 1, whole: bool = False) -> int:
@@ -242,17 +262,20 @@ def through_view(placement: Shard, source: tuple[int, ...], target: tuple[int, .
 
     Both shapes are cut into the shortest groups of dims with equal products; inside a group, the shard is the digit
     ``(runs before, degree, length after)`` of the flattened index, and the target dim that holds the whole digit
-    carries it on.
+    carries it on. Unlike runs stay in the dim that begins where theirs does.
     """
     for source_dims, target_dims in _groups(source, target):
         if placement.dim not in source_dims:
             continue
-        before = prod(source[d] for d in source_dims if d < placement.dim) * placement.split_factor
+        runs = placement.split_factor
+        before = prod(source[d] for d in source_dims if d < placement.dim) * (runs if isinstance(runs, int) else 1)
         passed = 1
         for dim in target_dims:
             size = target[dim]
             if before < passed * size and before % passed == 0:
-                after = replace(placement, dim=dim, split_factor=before // passed)
+                if isinstance(runs, tuple) and passed < before:
+                    return None
+                after = replace(placement, dim=dim, split_factor=before // passed if isinstance(runs, int) else runs)
                 return after if size % after.pieces(degree) == 0 else None
             passed *= size
     return None

@@ -85,7 +85,7 @@ def _drop_empty(node: fx.Node) -> None:
     along = int(dim[0] if dim else 0)  # type: ignore[arg-type]
     shapes = {source: meta_of(source).spec.shape for source in operands}  # type: ignore[union-attr, arg-type]
     kept = [source for source in operands if shapes[source] != (0,) and shapes[source][along] > 0]  # type: ignore[union-attr]
-    if any(meta_of(source).spec.dtype == meta_of(node).spec.dtype for source in kept):
+    if any(meta_of(source).spec.dtype == meta_of(node).spec.dtype for source in kept):  # type: ignore[arg-type]
         node.args = (kept, *dim)
 
 

@@ -25,7 +25,6 @@ from galvatron_fx.ir.graph.placement import (
     Partial,
     Placement,
     Shard,
-    is_mirror_image,
 )
 from galvatron_fx.ir.graph.precision import cast_parameter
 from galvatron_fx.ir.graph.symbols import BATCH
@@ -488,6 +487,5 @@ def _kind(have: Placement, want: Placement) -> str | None:
     if isinstance(have, Partial):
         return "all_reduce" if want == REPLICATE else "reduce_scatter"
     if isinstance(have, Shard):
-        exchanges = isinstance(want, Shard) and (want.dim != have.dim or is_mirror_image(have, want))
-        return "all_to_all" if exchanges else "all_gather"
+        return "all_to_all" if isinstance(want, Shard) else "all_gather"
     return None

@@ -12,39 +12,43 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.distributed import tensor as dtensor
 
-from galvatron_fx.ir.graph.collectives import join_rows, join_runs, split_runs, take_run
+from galvatron_fx.ir.graph.bound_ops import put_stretches, take_stretches
+from galvatron_fx.ir.graph.collectives import join_rows, join_runs, runs_to_exchange, split_runs, take_run
 from galvatron_fx.ir.graph.placement import (
     PARTIAL,
     REPLICATE,
     Partial,
     Placement,
+    Runs,
     Shard,
     fits,
     local_shape,
+    num_units,
     through_view,
     to_dtensor,
 )
 
 PARTS = st.integers(1, 4)
 OUTER = st.integers(1, 4)
+UNLIKE = st.sampled_from(((2, 1), (1, 3), (4, 1, 1), (2, 3, 2)))
 
 
 @st.composite
 def sharded_shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], Shard, int]:
-    """A shape, a shard that divides it, and the number of ranks."""
-    parts, split_factor = draw(PARTS), draw(OUTER)
+    """A shape, a shard that divides it, in equal runs or unlike ones, and the number of ranks."""
+    parts, split_factor = draw(PARTS), draw(st.one_of(OUTER, UNLIKE))
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     dim = draw(st.integers(0, len(shape) - 1))
-    shape[dim] *= parts * split_factor
+    shape[dim] *= parts * num_units(split_factor)
     return tuple(shape), Shard(dim, split_factor), parts
 
 
 def owners(shape: tuple[int, ...], shard: Shard, degree: int) -> np.ndarray:
     """The rank that holds each element, by the definition: runs, then ranks, then what a rank holds of a run."""
     index = np.indices(shape)[shard.dim]
-    run = shape[shard.dim] // shard.split_factor
-    owner: np.ndarray = index % run // (run // degree)
-    return owner
+    lengths = (1,) * shard.split_factor if isinstance(shard.split_factor, int) else shard.split_factor
+    each = [np.repeat(np.arange(degree), length) for length in lengths]
+    return np.repeat(np.concatenate(each), shape[shard.dim] // shard.pieces(degree))[index]
 
 
 @given(sharded_shapes())
@@ -89,6 +93,23 @@ def test_a_rank_takes_what_split_gives_it(case: tuple[tuple[int, ...], Shard, in
         assert np.array_equal(taken.numpy().ravel(), expected)
 
 
+@given(st.one_of(OUTER, UNLIKE), st.one_of(OUTER, UNLIKE), PARTS, st.integers(0, 2))
+def test_ranks_exchange_what_other_runs_hold(have: Runs, want: Runs, degree: int, dim: int) -> None:
+    """Each sends what is not its own any more, once, and has what the new runs say."""
+    shape = [2, 3, 1]
+    shape[dim] *= num_units(have) * num_units(want) * degree
+    x = torch.arange(prod(shape)).reshape(shape)
+    moves = [runs_to_exchange(shape[dim], have, want, degree, rank) for rank in range(degree)]
+    sent = [
+        take_stretches(part, dim, move.taken).split(move.sent)
+        for part, move in zip(split_runs(x, dim, have, degree), moves, strict=True)
+    ]
+    for rank, (move, expected) in enumerate(zip(moves, split_runs(x, dim, want, degree), strict=True)):
+        assert move.received == [len(rows[rank]) for rows in sent]
+        put = put_stretches(torch.cat([rows[rank] for rows in sent]), dim, move.put)
+        assert torch.equal(put, expected) and put.is_contiguous()
+
+
 @st.composite
 def views(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Two shapes of equal size: the same factors, in the same order or another, grouped in two ways."""
@@ -123,9 +144,23 @@ def test_through_view_keeps_every_element_on_its_rank(
         assert after in found
 
 
-@given(views(), st.integers(0, 5), st.integers(1, 6), st.integers(2, 4))
+@given(views(), st.integers(0, 5), UNLIKE, st.integers(2, 4))
+def test_through_view_with_unlike_runs(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], dim: int, lengths: tuple[int, ...], degree: int
+) -> None:
+    """They stay where they are, or are not followed."""
+    source, target = (tuple(size * sum(lengths) * degree for size in shape) for shape in shapes)
+    assume(prod(source) == prod(target) and prod(source) < 1 << 16)
+    shard = Shard(dim % len(source), lengths)
+    after = through_view(shard, source, target, degree)
+    if after is not None:
+        held = owners(source, shard, degree).reshape(target)
+        assert np.array_equal(owners(target, after, degree), held)
+
+
+@given(views(), st.integers(0, 5), st.one_of(st.integers(1, 6), UNLIKE), st.integers(2, 4))
 def test_through_view_and_back(
-    shapes: tuple[tuple[int, ...], tuple[int, ...]], dim: int, split_factor: int, degree: int
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], dim: int, split_factor: Runs, degree: int
 ) -> None:
     source, target = shapes
     shard = Shard(dim % len(source), split_factor)
@@ -146,6 +181,10 @@ def test_through_view_and_back(
         (Shard(0), (4, 6, 5), (24, 5), Shard(0)),
         (Shard(2), (4, 6, 8), (4, 6, 2, 4), Shard(2)),  # features become heads
         (Shard(2, 2), (4, 6, 8), (4, 6, 2, 4), Shard(3)),
+        (Shard(1, (2, 1, 1)), (24, 16), (4, 6, 16), Shard(2, (2, 1, 1))),  # queries, keys and values
+        (Shard(2, (2, 1, 1)), (4, 6, 16), (4, 6, 8, 2), Shard(2, (2, 1, 1))),
+        (Shard(2, (2, 1, 1)), (4, 6, 16), (4, 6, 4, 4), None),  # half of a head
+        (Shard(1, (2, 1, 1)), (6, 16), (96,), None),
         (Shard(0), (6, 8), (3, 2, 8), None),  # half of 6 lies across 3
         (Shard(2), (4, 6, 8), (192,), Shard(0, 24)),
     ],

@@ -112,11 +112,17 @@ def cases(n: int) -> list[Case]:
         listed.append((c.gather_mirrored, (dim, split_factor), chunks, grown(chunks, dim, n)))
         listed.append((c.shard_mirrored, (dim, split_factor), grown(chunks, dim, n), chunks))
         listed += [(target, (dim, split_factor), chunks, chunks) for target in (c.mirror, c.unmirror)]
+    local, whole = (3, 24, 5), (3, 24 * n, 5)
+    listed += [(c.all_gather, (1, (2, 1, 1)), local, whole), (c.shard, (1, (2, 1, 1)), whole, local)]
+    listed.append((c.reduce_scatter, ("sum", 1, (2, 1, 1)), whole, local))
     for dim, to_dim in itertools.permutations(range(3), 2):
         for split_factor, to_outer in ((1, 1), (2, 1), (1, 3), (2, 3)):
             part = grown(grown((3, 5, 1), dim, split_factor), to_dim, to_outer)
             args = (dim, split_factor, to_dim, to_outer)
             listed.append((c.all_to_all, args, grown(part, to_dim, n), grown(part, dim, n)))
+    for dim, (have, want) in itertools.product(range(3), ((1, 3), (3, 1), (1, (4, 1, 1)), ((4, 1, 1), 2))):
+        part = grown((3, 5, 1), dim, 6)
+        listed.append((c.all_to_all, (dim, have, dim, want), part, part))
     return listed
 
 

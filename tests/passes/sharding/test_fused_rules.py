@@ -36,6 +36,25 @@ def sizes(x: Tensor) -> Any:
     return (part.unflatten(-1, (HEADS, -1)) for part in x.split([WIDTH] * 3, -1))
 
 
+def grouped(x: Tensor) -> Any:
+    """Two heads of queries share one of keys and values."""
+    q, *others = (part.unflatten(-1, (-1, 2)) for part in x.split([WIDTH, WIDTH // 2, WIDTH // 2], -1))
+    return q, *(each.repeat_interleave(2, -2) for each in others)
+
+
+def grouped_slices(x: Tensor) -> Any:
+    """As Phi-3 has it."""
+    half = WIDTH // 2
+    q, *others = (x[..., :WIDTH], x[..., WIDTH : WIDTH + half], x[..., WIDTH + half :])
+    return q.unflatten(-1, (-1, 2)), *(each.unflatten(-1, (-1, 2)).repeat_interleave(2, -2) for each in others)
+
+
+def grouped_heads(x: Tensor) -> Any:
+    """Features become heads before they are taken apart."""
+    q, *others = x.unflatten(-1, (-1, 2)).split([HEADS, HEADS // 2, HEADS // 2], -2)
+    return q, *(each.repeat_interleave(2, -2) for each in others)
+
+
 def three_of_heads(x: Tensor) -> Any:
     """As vision transformers of timm have it."""
     return x.reshape(*x.shape[:2], 3, HEADS, -1).unbind(2)
@@ -46,11 +65,14 @@ def heads_of_three(x: Tensor) -> Any:
     return x.unflatten(-1, (HEADS, 3, -1)).unbind(-2)
 
 
+GROUPED = (grouped, grouped_slices, grouped_heads)
+
+
 class Fused(nn.Module):
     def __init__(self, apart: Callable[[Tensor], Any], bias: bool) -> None:
         super().__init__()
         self.norm, self.out, self.apart = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), apart
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=bias)
+        self.qkv = nn.Linear(WIDTH, (2 if apart in GROUPED else 3) * WIDTH, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         heads = (each.transpose(1, 2) for each in self.apart(self.qkv(self.norm(x))))
@@ -74,14 +96,17 @@ def heads_of_a_rank(graph: fx.GraphModule, roles: tuple[str, ...]) -> set[int]:
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("apart", [chunks, sizes, three_of_heads, heads_of_three], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "apart", [chunks, sizes, three_of_heads, heads_of_three, *GROUPED], ids=lambda each: each.__name__
+)
 @pytest.mark.parametrize("roles, heads", [
     (("tensor",), 2), (("tensor", "tensor"), 1), (("data", "tensor_sequence"), 2), (("zero", "tensor"), 2),
 ], ids=str)  # fmt: skip
 def test_heads_are_split(apart: Any, bias: bool, roles: tuple[str, ...], heads: int) -> None:
     model, inputs = attending(apart, bias)
     graph, expected = captured(model, inputs), one_device(model, inputs)
-    assert heads_of_a_rank(graph, roles) == {heads}
+    too_few = apart in GROUPED and heads == 1  # two heads of keys and values for four ranks
+    assert heads_of_a_rank(graph, roles) == {HEADS if too_few else heads}
     for again in (False, True):
         strategies = uniform(graph, *roles, recompute=again)
         assert_exact(simulate(graph, model, inputs, (2,) * len(roles), strategies, {}), expected)
@@ -106,7 +131,7 @@ def test_rules() -> None:
     apart = ["S(1,3) -> S(1), S(1), S(1)", "S(1,6) -> S(1,2), S(1,2), S(1,2)"]
     assert _rules(aten.split.Tensor, 8, 1, offered=runs) == apart
     assert _rules(aten.split_with_sizes.default, [8, 8, 8], -1, offered=runs) == apart
-    assert _rules(aten.split_with_sizes.default, [12, 6, 6], 1, offered=runs) == []
+    assert _rules(aten.split_with_sizes.default, [12, 6, 6], 1, offered=runs) == ["S(1,2:1:1) -> S(1), S(1), S(1)"]
     assert _rules(aten.split.Tensor, 2, 0, offered=runs) == [], "samples lie in no runs"
     together = ["S(1), S(1), S(1) -> S(1,3)", "S(1,2), S(1,2), S(1,2) -> S(1,6)"]
     assert _rules(aten.cat.default, 1, offered=runs, inputs=3) == together
@@ -118,6 +143,6 @@ def test_runs_of_features() -> None:
     x = build.input("x", (4, 2, 24), dims=(BATCH, 2, 24))
     parts = [build.call(aten.split.Tensor, x, size, 2) for size in (8, 12, 4, 16)]
     views = [build.call(aten.view.default, x, [4, 2, *shape]) for shape in ((3, 2, 4), (24,), (3, 8))]
-    assert [feature_runs([node]) for node in parts] == [(3,), (2,), (), ()], "of six and unlike ones none"
+    assert [feature_runs([node]) for node in parts] == [(3,), (2,), (), ((2, 1),)], "six are no runs"
     assert [feature_runs([node]) for node in views] == [(3,), (), ()]
-    assert feature_runs([*parts, *views]) == (2, 3)
+    assert feature_runs([*parts, *views]) == (3, 2, (2, 1))

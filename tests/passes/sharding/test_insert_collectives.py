@@ -82,9 +82,8 @@ return [all_to_all]""",
         self.assertExpectedInline(
             self.lines(Shard(1), Shard(1, 2)),
             """\
-all_gather = all_gather(relu, 1, 1, 0): [4, 8]
-shard = shard(all_gather, 1, 2, 0): [4, 4]
-return [shard]""",
+all_to_all = all_to_all(relu, 1, 1, 1, 2, 0): [4, 4]
+return [all_to_all]""",
         )
 
     def test_whole_to_shard(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any
 
 from torch import fx
@@ -30,21 +31,23 @@ class Move:
 class MoveSpec:
     """``kinds``: the types of the arguments behind the tensor, the last of which is the column; ``move``: of these."""
 
-    kinds: tuple[type, ...]
+    kinds: tuple[type | UnionType, ...]
     move: Callable[..., tuple[Placement | None, Placement | None]]
 
 
+_RUNS = int | tuple  # type: ignore[type-arg]  # as isinstance wants it
+
 MOVES: dict[Any, MoveSpec] = {
     c.all_reduce: MoveSpec((str, int), lambda op: (Partial(op), REPLICATE)),
-    c.all_gather: MoveSpec((int, int, int), lambda dim, split_factor: (Shard(dim, split_factor), REPLICATE)),
+    c.all_gather: MoveSpec((int, _RUNS, int), lambda dim, split_factor: (Shard(dim, split_factor), REPLICATE)),
     c.reduce_scatter: MoveSpec(
-        (str, int, int, int), lambda op, dim, split_factor: (Partial(op), Shard(dim, split_factor))
+        (str, int, _RUNS, int), lambda op, dim, split_factor: (Partial(op), Shard(dim, split_factor))
     ),
     c.all_to_all: MoveSpec(
-        (int, int, int, int, int),
+        (int, _RUNS, int, _RUNS, int),
         lambda d, split_factor, to, to_split_factor: (Shard(d, split_factor), Shard(to, to_split_factor)),
     ),
-    c.shard: MoveSpec((int, int, int), lambda dim, split_factor: (REPLICATE, Shard(dim, split_factor))),
+    c.shard: MoveSpec((int, _RUNS, int), lambda dim, split_factor: (REPLICATE, Shard(dim, split_factor))),
     c.gather_mirrored: MoveSpec(
         (int, int, int), lambda dim, split_factor: (Shard(dim, split_factor, mirrored=True), REPLICATE)
     ),
@@ -73,7 +76,7 @@ def read_move(node: fx.Node, columns: int) -> Move | str:
         isinstance(value, kind) and not isinstance(value, bool) for value, kind in zip(taken, spec.kinds, strict=True)
     )
     if not alike or node.kwargs or not isinstance(node.args[0], fx.Node):
-        wanted = ", ".join(kind.__name__ for kind in spec.kinds)
+        wanted = ", ".join(kind.__name__ if isinstance(kind, type) else str(kind) for kind in spec.kinds)
         return f"has arguments {node.args}, where a tensor and ({wanted}) belong"
     *rest, column = taken
     if not 0 <= int(column) < columns:  # type: ignore[arg-type]
@@ -95,7 +98,7 @@ def shape_problem(node: fx.Node, move: Move, degree: int) -> str | None:
         if not 0 <= placement.dim < len(shape):
             return f"speaks of dim {placement.dim} of a tensor of shape {source.shape}"
         parts = placement.pieces(1) if gathers else placement.pieces(degree)
-        if placement.split_factor < 1 or shape[placement.dim] % parts:
+        if placement.pieces(1) < 1 or shape[placement.dim] % parts:
             return f"cuts dim {placement.dim} of {tuple(shape)} into {parts}, which does not divide it"
         shape[placement.dim] = shape[placement.dim] * degree if gathers else shape[placement.dim] // degree
     if tuple(shape) != result.shape:
