@@ -176,21 +176,27 @@ def _split_features(product: fx.Node) -> None:
     dim = len(spec.shape) - 1
     if spec.shape[dim] != meta_of(product).spec.shape[-1] or not _is_fixed(spec, dim):
         return
-    slices = {user: _bounds(spec.shape[dim], *user.args[2:4]) for user in source.users if _is_slice(user, dim)}  # type: ignore[arg-type]
-    cuts = sorted(set(slices.values()))
+    slices: dict[tuple[int, int], list[fx.Node]] = defaultdict(list)
+    for user in sorted(source.users):
+        if _is_slice(user, dim):
+            slices[_bounds(spec.shape[dim], *user.args[2:4])].append(user)  # type: ignore[arg-type]
+    cuts = sorted(slices)
     ends = [0, *(stop for _, stop in cuts)]
     if len(cuts) < 2 or [start for start, _ in cuts] != ends[:-1] or ends[-1] != spec.shape[dim]:
         return
+    if any(meta_of(same[0]).phase != meta_of(source).phase for same in slices.values()):
+        return  # backward alone takes it apart
     sizes = [stop - start for start, stop in cuts]
-    first = next(iter(slices))
-    with source.graph.inserting_after(source):
+    first = next(iter(slices.values()))[0]
+    with first.graph.inserting_before(first):
         specs = [spec.resized(dim, size) for size in sizes]
         split = _written(first, aten.split_with_sizes.default, (source, sizes, dim), *specs)
-    for node, bounds in slices.items():
-        place = cuts.index(bounds)
-        with source.graph.inserting_after(split):
-            taken = _written(node, operator.getitem, (split, place), specs[place])
-        node.replace_all_uses_with(taken)
+        parts = [
+            _written(slices[cut][0], operator.getitem, (split, place), specs[place]) for place, cut in enumerate(cuts)
+        ]
+    for cut, part in zip(cuts, parts, strict=True):
+        for each in slices[cut]:
+            each.replace_all_uses_with(part)
 
 
 def _is_slice(node: fx.Node, dim: int) -> bool:

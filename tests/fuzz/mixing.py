@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from tests.fuzz.operators import Part, linear, norm
 from tests.fuzz.source import Size, Value, Writer, sizes, spelled
 
@@ -15,7 +17,7 @@ def _query_key_value(w: Writer, x: Value, heads: int) -> list[Value]:
     b, s, d = x.shape
     head = d.value // heads
     shape = (b, Size.of(heads), s, Size.of(head))
-    kind = w.random.randrange(4)
+    kind = w.random.randrange(6)
     if kind == 0:
         both = linear(w, x, 3 * d.value)
         packed = w.emit(
@@ -28,11 +30,35 @@ def _query_key_value(w: Writer, x: Value, heads: int) -> list[Value]:
         parts = w.emit_several(f"{linear(w, x, 3 * d.value)}.chunk(3, -1)", [x.shape] * 3)
     elif kind == 2:
         parts = w.emit_several(f"{linear(w, x, 3 * d.value)}.split({d.value}, -1)", [x.shape] * 3)
+    elif kind == 3:
+        all_three = linear(w, x, 3 * d.value)
+        parts = [w.emit(f"{all_three}[..., {i * d.value} : {(i + 1) * d.value}]", x.shape) for i in range(3)]
+    elif kind == 4 and heads % 2 == 0:
+        return _grouped(w, x, heads)
     else:
         parts = [linear(w, x) for _ in range(3)]
     if w.chance(0.1):
         return [w.emit(f"{p}.unflatten(-1, ({heads}, {head})).transpose(1, 2)", shape) for p in parts]
     return [w.emit(f"{p}.view({b.text}, {s.text}, {heads}, {head}).transpose(1, 2)", shape) for p in parts]
+
+
+def _grouped(w: Writer, x: Value, heads: int) -> list[Value]:
+    """The same, where two heads of queries share one of keys and values."""
+    b, s, d = x.shape
+    few, head = d.value // 2, d.value // heads
+    together = linear(w, x, 2 * d.value)
+    if w.chance(0.5):
+        shapes = [x.shape, *[(b, s, Size.of(few))] * 2]
+        parts = w.emit_several(f"{together}.split([{d.value}, {few}, {few}], -1)", shapes)
+    else:
+        ends = (0, d.value, d.value + few, 2 * d.value)
+        parts = [
+            w.emit(f"{together}[..., {start}:{end}]", (b, s, Size.of(end - start)))
+            for start, end in itertools.pairwise(ends)
+        ]
+    shape = (b, Size.of(heads), s, Size.of(head))
+    q, *others = (f"{part}.unflatten(-1, (-1, {head})).transpose(1, 2)" for part in parts)
+    return [w.emit(q, shape), *(w.emit(f"{each}.repeat_interleave(2, 1)", shape) for each in others)]
 
 
 def _joined(w: Writer, y: Value, x: Value) -> Value:
@@ -48,7 +74,11 @@ def _rotated(w: Writer, q: Value) -> Value:
     """Rotary positions."""
     half, s = q.width // 2, q.shape[2]
     angles = w.emit(f"torch.arange({s.text}).unsqueeze(-1) * {w.buffer(f'torch.rand({half})')}", (s, Size.of(half)))
-    first, second = w.emit_several(f"{q}.chunk(2, -1)", [(*q.shape[:-1], Size.of(half))] * 2)
+    shape = (*q.shape[:-1], Size.of(half))
+    if w.chance(0.5):
+        first, second = w.emit_several(f"{q}.chunk(2, -1)", [shape] * 2)
+    else:
+        first, second = w.emit(f"{q}[..., :{half}]", shape), w.emit(f"{q}[..., {half}:]", shape)
     one, two = (
         f"{first} * {angles}.cos() - {second} * {angles}.sin()",
         f"{first} * {angles}.sin() + {second} * {angles}.cos()",
