@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from galvatron_fx.ir.graph.collectives import all_gather
+from galvatron_fx.ir.graph.collectives import all_gather, all_to_all
 from galvatron_fx.ir.graph.metadata import meta_of, set_meta
 from galvatron_fx.ir.graph.op_call import input_nodes
 from galvatron_fx.ir.graph.precision import cast_parameter
@@ -74,12 +74,12 @@ def _leaves_block(node: fx.Node) -> bool:
 
 
 def _gathered(graph: fx.GraphModule, alone: set[fx.Node]) -> set[fx.Node]:
-    """Those of the nodes made from parameters ``alone`` that lie behind a gather, a cast, or a copy that has shadow
-    experts, too: what is used of them, and views of it.
+    """Those of the nodes made from parameters ``alone`` that lie behind a gather, an exchange, a cast, or a copy that
+    has shadow experts, too: what is used of them, and views of it.
     """
     gathered: set[fx.Node] = set()
     for node in graph.graph.nodes:
-        behind = node.target in (all_gather, cast_parameter, with_shadows) or any(
+        behind = node.target in (all_gather, all_to_all, cast_parameter, with_shadows) or any(
             source in gathered for source in input_nodes(node)
         )
         if node in alone and behind:
