@@ -19,8 +19,16 @@ from galvatron_fx.ir.graph.op_call import input_nodes
 aten = torch.ops.aten
 
 _REDUCTIONS = (c.all_reduce, c.reduce_scatter)
-# They hold an input as large as what is sent; a gather holds a shard, and an all-reduce works in its result.
-_HOLD_MUCH = (c.reduce_scatter, c.all_to_all)
+
+
+def changes_runs(node: fx.Node) -> bool:
+    """Whether a node splits a dim in other runs than before, as weights of several products in one want it."""
+    return node.target is c.all_to_all and node.args[1] == node.args[3]
+
+
+def _holds_much(node: fx.Node) -> bool:
+    """Whether its input is as large as what is sent; a gather holds a shard, and an all-reduce works in its result."""
+    return node.target is c.reduce_scatter or (node.target is c.all_to_all and not changes_runs(node))
 
 
 def wait_points(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -36,18 +44,21 @@ def wait_points(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         if node.target not in c.COLLECTIVES or meta_of(node).open:
             continue
         until = [*node.users] or [node.next]
-        if node.target in _HOLD_MUCH and node.target in following:
+        if _holds_much(node) and node.target in following:
             until.append(following[node.target])
         points[node] = min(until, key=place.__getitem__)
-        following[node.target] = node
+        if not changes_runs(node):
+            following[node.target] = node
     return points
 
 
-def hoistable_gathers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+def hoistable_gathers(graph: fx.Graph, exchanges: bool = False) -> dict[fx.Node, list[fx.Node]]:
     """Gathers of what is there before the graph computes, each with the operators that lead to it, in order; but for
-    those of slices, which stay, and of what waited on the host for backward.
+    those of slices, which stay, and of what waited on the host for backward. With ``exchanges``, what is brought into
+    other runs, too.
     """
-    if not graph.find_nodes(op="call_function", target=c.all_gather, sort=False):
+    kinds = (c.all_gather, c.all_to_all) if exchanges else (c.all_gather,)
+    if not any(graph.find_nodes(op="call_function", target=kind, sort=False) for kind in kinds):
         return {}
     chains: dict[fx.Node, list[fx.Node]] = {}
     gathers = {}
@@ -58,7 +69,7 @@ def hoistable_gathers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         packs = node.target is aten.cat.default or comes_from_host(node)
         if node.op != "call_function" or not (len(sources) == 1 or packs) or any(n not in chains for n in sources):
             continue
-        is_gather = node.target is c.all_gather
+        is_gather = node.target is c.all_gather or (exchanges and changes_runs(node))
         if meta_of(node).multi_output or (node.target in c.COLLECTIVES and not is_gather) or meta_of(node).stays:
             continue
         before = list(dict.fromkeys(link for source in sources for link in chains[source]))

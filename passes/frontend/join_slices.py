@@ -18,6 +18,7 @@ aten = torch.ops.aten
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_KEEP_FEATURES = (*_VIEWS, aten.add.Tensor, aten.mul.Tensor, aten._to_copy.default)
 _PARTS = (aten.slice_backward.default, aten.select_backward.default)
 
 
@@ -37,7 +38,7 @@ class JoinSlices:
     def run(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Rewrite ``graph`` in place and return it."""
         for node in list(graph.graph.nodes):
-            if node.op == "call_function" and node.target in _PRODUCTS:
+            if any(user.target is aten.slice.Tensor for user in node.users):
                 _split_features(node)
         order = {node: place for place, node in enumerate(graph.graph.nodes)}
         for node in list(order):
@@ -167,15 +168,10 @@ def _written(of: fx.Node, target: Any, args: tuple[Any, ...], *specs: TensorSpec
     return node
 
 
-def _split_features(product: fx.Node) -> None:
+def _split_features(source: fx.Node) -> None:
     """Take the features of a product apart by one split, where slices do."""
-    source = product
-    while len(source.users) == 1 and (user := next(iter(source.users))).target in _VIEWS:
-        source = user
     spec = meta_of(source).spec
     dim = len(spec.shape) - 1
-    if spec.shape[dim] != meta_of(product).spec.shape[-1] or not _is_fixed(spec, dim):
-        return
     slices: dict[tuple[int, int], list[fx.Node]] = defaultdict(list)
     for user in sorted(source.users):
         if _is_slice(user, dim):
@@ -186,6 +182,8 @@ def _split_features(product: fx.Node) -> None:
         return
     if any(meta_of(same[0]).phase != meta_of(source).phase for same in slices.values()):
         return  # backward alone takes it apart
+    if not _is_fixed(spec, dim) or not _is_of_product(source, spec.shape[dim]):
+        return
     sizes = [stop - start for start, stop in cuts]
     first = next(iter(slices.values()))[0]
     with first.graph.inserting_before(first):
@@ -197,6 +195,25 @@ def _split_features(product: fx.Node) -> None:
     for cut, part in zip(cuts, parts, strict=True):
         for each in slices[cut]:
             each.replace_all_uses_with(part)
+
+
+def _is_of_product(node: fx.Node, size: int) -> bool:
+    """Whether features are a product's, as they came, cast, scaled or with others added (a bias, an adapter's)."""
+    pending, seen = [node], {node}
+    while pending:
+        value = pending.pop()
+        if value.target in _PRODUCTS:
+            return True
+        if value.target in _KEEP_FEATURES:
+            fresh = [each for each in value.all_input_nodes if each not in seen and _width(each) == size]
+            seen.update(fresh)
+            pending += fresh
+    return False
+
+
+def _width(node: fx.Node) -> int:
+    spec = meta_of(node).specs[0]
+    return spec.shape[-1] if spec is not None and spec.shape else 0
 
 
 def _is_slice(node: fx.Node, dim: int) -> bool:

@@ -196,7 +196,7 @@ def _without_shares(event: Event) -> Event:
 
 def _gathering(graph: fx.Graph) -> set[fx.Node]:
     """Gathers that need not wait for anything, and what leads to them, of blocks that compute behind them."""
-    gathers = hoistable_gathers(graph)
+    gathers = hoistable_gathers(graph, exchanges=True)
     links = {*gathers, *(link for before in gathers.values() for link in before)}
     computing = {_block(node) for node in graph.nodes if node.op == "call_function" and node not in links}
     return {node for node in links if _block(node) in computing}

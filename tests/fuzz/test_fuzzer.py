@@ -140,13 +140,13 @@ def test_a_lost_collective_is_seen(lost: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_statistics_that_are_not_dense_are_seen_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of programs drawn from seed 6000 on, 6216 is the first that finds it where DenseArguments leaves them out."""
+    """Of programs drawn from seed 6000 on, 6488 is the first that finds it where DenseArguments leaves them out."""
 
     def as_view(rows: Tensor, shape: Sequence[int], dim: int, split_factor: int) -> Tensor:
         runs = rows.reshape(len(rows), *shape[:dim], split_factor, shape[dim] // split_factor, *shape[dim + 1 :])
         return runs.movedim(0, dim + 1).reshape(*shape[:dim], len(rows) * shape[dim], *shape[dim + 1 :])
 
-    prepared = Prepared(draw_program(6216))
+    prepared = Prepared(draw_program(6488))
     assert [outcome.kind for outcome in run_program(prepared, plans=1)] == [EXACT]
     monkeypatch.setattr(c, "join_rows", as_view)
     assert [outcome.kind for outcome in run_program(prepared, plans=1)] == [EXACT]

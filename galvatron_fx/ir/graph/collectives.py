@@ -40,8 +40,8 @@ def reduce_scatter(x: Tensor, op: str, dim: int, split_factor: Runs, axis: int) 
     raise _unbound("reduce_scatter")
 
 
-def all_to_all(x: Tensor, from_dim: int, from_outer: int, to_dim: int, to_outer: int, axis: int) -> Tensor:
-    """Change the sharded dim: Shard(from_dim, from_outer) -> Shard(to_dim, to_outer)."""
+def all_to_all(x: Tensor, from_dim: int, from_outer: Runs, to_dim: int, to_outer: Runs, axis: int) -> Tensor:
+    """Change the sharded dim, or the runs of one: Shard(from_dim, from_outer) -> Shard(to_dim, to_outer)."""
     raise _unbound("all_to_all")
 
 

@@ -16,12 +16,13 @@ from passes.analysis.collective_schedule import collectives_among, hoistable_gat
 class PrefetchGathers:
     """Start what a block gathers where the block before it in the graph starts computing.
 
-    For gathers of what is there before the graph computes: parameters that ZeRO splits, values saved in shards. They
-    are waited for at their first use, so they run beside one block's computation; those of the first block start where
-    the graph does. No more than one block ahead: that is all it takes to hide them, and what is gathered takes memory.
-    A gather that needs another stays where it is, as it would wait for that one. Where computing and communicating at
-    once gains nothing (:attr:`galvatron_fx.ir.cluster.overlap.Overlap.gains`), neither does this pass. A block whose
-    strategy gathers late is left as it is. ``strategies``: one a block.
+    For gathers of what is there before the graph computes: parameters that ZeRO splits, values saved in shards, weights
+    of which ranks exchange parts. They are waited for at their first use, so they run beside one block's computation;
+    those of the first block start where the graph does. No more than one block ahead: that is all it takes to hide
+    them, and what is gathered takes memory. A gather that needs another stays where it is, as it would wait for that
+    one. Where computing and communicating at once gains nothing
+    (:attr:`galvatron_fx.ir.cluster.overlap.Overlap.gains`), neither does this pass. A block whose strategy gathers late
+    is left as it is. ``strategies``: one a block.
 
     Rewrite: ``a = all_gather(w0); x = mm(x, a); b = all_gather(w1); x = mm(x, b)`` ->
     ``a = all_gather(w0); b = all_gather(w1); x = mm(x, a); x = mm(x, b)``, the products being of two blocks.
@@ -33,7 +34,7 @@ class PrefetchGathers:
         """Rewrite ``graph`` in place and return it, recompiled."""
         gathers = {
             node: before
-            for node, before in hoistable_gathers(graph.graph).items()
+            for node, before in hoistable_gathers(graph.graph, exchanges=True).items()
             if not collectives_among(before) and not self.strategies[_block(node)].gather_late
         }
         starts = _computing_starts(graph.graph, {*gathers, *(n for before in gathers.values() for n in before)})

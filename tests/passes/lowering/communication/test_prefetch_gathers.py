@@ -16,6 +16,7 @@ from galvatron_fx.ir.cluster.overlap import Overlap
 from galvatron_fx.ir.graph import collectives as c
 from galvatron_fx.ir.graph.metadata import TensorSpec, meta_of
 from galvatron_fx.ir.plan.strategy import Strategy
+from passes.analysis.collective_schedule import wait_points
 from passes.lowering.communication.prefetch_gathers import PrefetchGathers
 from passes.lowering.lower_step import Lower
 from tests.graphs import Builder, listing
@@ -65,6 +66,36 @@ neg_2 = neg(mm_1): [4, 8]
 mm_2 = mm(neg_2, all_gather_2): [4, 8]
 return [mm_2]""",
         )
+
+    def test_weights_in_other_runs(self) -> None:
+        """They are exchanged a block ahead, and waited for where they are used, not before the next of them starts."""
+        build = Builder()
+        x = build.input("x", (4, 8))
+        weights = [build.input(f"w{i}", (8, 8), "param") for i in range(3)]
+        for build.block, weight in enumerate(weights):
+            x = build.call(aten.neg.default, x)
+            x = build.call(aten.mm.default, x, build.write(c.all_to_all, weight, 0, 1, 0, 2, 0, specs=spec(8, 8)))
+        graph = PrefetchGathers(ZERO).run(build.finish(("output", "0", x)))
+        self.assertExpectedInline(
+            listing(graph),
+            """\
+x: [4, 8]
+w0: [8, 8]
+w1: [8, 8]
+w2: [8, 8]
+all_to_all = all_to_all(w0, 0, 1, 0, 2, 0): [8, 8]
+all_to_all_1 = all_to_all(w1, 0, 1, 0, 2, 0): [8, 8]
+neg = neg(x): [4, 8]
+mm = mm(neg, all_to_all): [4, 8]
+all_to_all_2 = all_to_all(w2, 0, 1, 0, 2, 0): [8, 8]
+neg_1 = neg(mm): [4, 8]
+mm_1 = mm(neg_1, all_to_all_1): [4, 8]
+neg_2 = neg(mm_1): [4, 8]
+mm_2 = mm(neg_2, all_to_all_2): [4, 8]
+return [mm_2]""",
+        )
+        points = {node.name: before.name for node, before in wait_points(graph.graph).items()}
+        assert points == {"all_to_all": "mm", "all_to_all_1": "mm_1", "all_to_all_2": "mm_2"}
 
     def test_what_needs_another_gather_stays(self) -> None:
         build = Builder()
