@@ -43,12 +43,13 @@ class JoinSlices:
         order = {node: place for place, node in enumerate(graph.graph.nodes)}
         for node in list(order):
             if _is_sum(node) and not any(_is_sum(user) for user in node.users if len(node.users) == 1):
-                terms = [part for part in map(_part, _terms(node)) if part is not None]
-                for parts in _covers(terms):
-                    _join(parts, order)
-                for part in terms:
-                    if part.start == part.stop:
-                        _leave_out(part.term)
+                terms = list(_terms(node))
+                parts = [part for part in map(_part, terms) if part is not None]
+                for cover in _covers(parts):
+                    _join(cover, order)
+                empty = [part.term for part in parts if part.start == part.stop]
+                for term in empty[len(empty) == len(terms) :]:  # the sum is of something
+                    _leave_out(term)
         eliminate_dead_code(graph)
         graph.recompile()
         return graph
@@ -66,10 +67,9 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _terms(total: fx.Node) -> Iterator[fx.Node]:
-    """What a sum adds up that nothing else takes, through sums of which that holds."""
+    """What a sum adds up, through sums that nothing else takes."""
     for term in total.all_input_nodes:
-        if len(term.users) == 1:
-            yield from _terms(term) if _is_sum(term) else (term,)
+        yield from _terms(term) if len(term.users) == 1 and _is_sum(term) else (term,)
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,10 @@ class _Part:
 
 
 def _part(term: fx.Node) -> _Part | None:
-    """A gradient of a slice without steps, or of a selected place, along a dim of fixed size; None for others."""
-    if term.target not in _PARTS:
+    """A gradient of a slice without steps, or of a selected place, along a dim of fixed size, that only its sum takes;
+    None for others.
+    """
+    if term.target not in _PARTS or len(term.users) > 1:
         return None
     value, sizes, dim, start, *rest = term.args
     dim = dim % len(sizes)  # type: ignore[operator, arg-type]

@@ -125,6 +125,11 @@ def test_what_does_not_cover_is_left(bounds: tuple[tuple[int, ...], ...]) -> Non
     assert listing(JoinSlices().run(graph)) == before
 
 
+def test_a_sum_of_nothing_is_one_of_its_terms() -> None:
+    graph = JoinSlices().run(_sum_of((8, 8), (0, 0)))
+    assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [aten.slice_backward.default]
+
+
 def test_terms_that_others_take_are_left() -> None:
     build = Builder()
     x, y = build.input("x", (2, 4)), build.input("y", (2, 4))
