@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from galvatron_fx.ir.graph.metadata import InputSpec, meta_of, signature
+from galvatron_fx.ir.kernels.select import Kernels
 from galvatron_fx.runtime.program import Program
 from passes.lowering.batch_rows import rows_read
 from passes.lowering.codegen import Codegen
@@ -35,8 +36,8 @@ def inputs_of(lowered: Lowered) -> dict[InputSpec, Tensor]:
     return {port: torch.ones(spec.shape, dtype=spec.dtype) for port, spec in specs.items()}
 
 
-def program_of(lowered: Lowered) -> Program:
-    """What runs; code is generated in place."""
+def program_of(lowered: Lowered, kernels: Kernels | None = None) -> Program:
+    """What runs, of torch's kernels if nothing is said; code is generated in place."""
     for half in lowered.halves.graphs().values():
-        Codegen([]).run(half)
+        Codegen([], kernels or Kernels()).run(half)
     return Program(lowered.halves, lowered.layout, signature(lowered.joint), rows_read(lowered.joint, ()))
