@@ -44,7 +44,7 @@ from galvatron_fx.runtime.host_states import keep_on_host
 from galvatron_fx.runtime.local_updates import watch_updates
 from galvatron_fx.runtime.lone_updates import watch_lone_updates
 from galvatron_fx.runtime.malloc import keep_freed_memory
-from galvatron_fx.runtime.materialize import materialize
+from galvatron_fx.runtime.materialize import first_names, materialize
 from galvatron_fx.runtime.members import Members
 from galvatron_fx.runtime.module import DistributedGraphModule
 from galvatron_fx.runtime.one_at_a_time import refuse_autocast, without_autocast
@@ -326,7 +326,8 @@ class _Assembly:
             bound = self._of(plan)
             skeleton, binder = _skeleton(model), bound.binder
             homes, on_host = binder.homes(), bound.parameters_on_host
-            tensors = materialize(model, binder.mesh, homes, seed, binder.elsewhere(), unlike, on_host)
+            elsewhere = binder.elsewhere(first_names(model))
+            tensors = materialize(model, binder.mesh, homes, seed, elsewhere, unlike, on_host)
             module = DistributedGraphModule(recipe.compiled(plan, bound, skeleton, tensors, LateChanges(model)))
         watch_optimizers(model)
         watch_constants(recipe.graph)

@@ -26,7 +26,7 @@ from galvatron_fx.replanning.training_state import RankState, RunState, tensors_
 from galvatron_fx.runtime.agreement import together
 from galvatron_fx.runtime.lazy import LazyDistributedGraphModule
 from galvatron_fx.runtime.lost_ranks import StepWatch
-from galvatron_fx.runtime.materialize import allocate
+from galvatron_fx.runtime.materialize import allocate, first_names
 from galvatron_fx.runtime.members import Members
 from galvatron_fx.runtime.module import DistributedGraphModule
 from galvatron_fx.runtime.original import watch_moved
@@ -155,7 +155,8 @@ class Change:
 
 def _allocated(skeleton: nn.Module, bound: Bound) -> dict[str, Tensor | None]:
     binder = bound.binder
-    return allocate(skeleton, binder.mesh, binder.homes(), binder.elsewhere(), bound.parameters_on_host)
+    elsewhere = binder.elsewhere(first_names(skeleton))
+    return allocate(skeleton, binder.mesh, binder.homes(), elsewhere, bound.parameters_on_host)
 
 
 def _chunk(target: optimizer_state.Target) -> Chunk:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -78,7 +78,7 @@ class Binder:
         """Who holds every parameter, by its original name."""
         return {name: (self.mesh, placed) for name, placed in self.placements().items()}
 
-    def elsewhere(self) -> frozenset[str]:
+    def elsewhere(self, first_names: Mapping[str, str]) -> frozenset[str]:
         """Parameters and buffers that this rank does not hold: none."""
         return frozenset()
 
@@ -175,10 +175,13 @@ class StageBinder:
         stages = (stage for stage in self.lowered.stages if self.schedule.rank_of_stage[stage.index] == SPREAD)
         return {original_name(name) for stage in stages for name in _tensors(stage)}
 
-    def elsewhere(self) -> frozenset[str]:
-        """Parameters and buffers that only other pipeline ranks hold."""
+    def elsewhere(self, first_names: Mapping[str, str]) -> frozenset[str]:
+        """Parameters and buffers that only other pipeline ranks hold, by whichever name
+        (:func:`galvatron_fx.runtime.materialize.first_names`): stages take a tensor by one of them.
+        """
         known = {original_name(p.name) for p in self.lowered.signature.inputs if p.kind in ("param", "buffer")}
-        return frozenset(known - self._held())
+        held = {first_names.get(name, name) for name in self._held()}
+        return frozenset(name for name in known if first_names.get(name, name) not in held)
 
     def copies(self) -> frozenset[str]:
         """Parameters and buffers held here that an earlier pipeline rank holds, too, and not another part of them."""

@@ -77,9 +77,7 @@ def _held(
     first_name = {id(tensor): name for name, tensor in reversed(_named_tensors(model))}
     placed = {id(parameter): homes[name] for name, parameter in names if name in homes}
     there = {id(parameter) for name, parameter in names if name in on_host}
-    # Layers that share a module know a tensor by several names, of which stages take one.
-    here = {id(tensor) for name, tensor in _named_tensors(model) if name not in elsewhere}
-    foreign = {id(tensor) for _, tensor in _named_tensors(model)} - here
+    foreign = {id(tensor) for name, tensor in _named_tensors(model) if name in elsewhere}
     tensors: dict[str, Tensor | None] = {}
     for name, parameter in names:
         key = id(parameter)
@@ -101,6 +99,12 @@ def _held(
             by_identity[key] = _on_device(whole(first, buffer), mesh.device_type)
         tensors[name] = by_identity[key]
     return tensors
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """The first name of every tensor, by all of its names: layers that share a module know its tensors by several."""
+    first = {id(tensor): name for name, tensor in reversed(_named_tensors(model))}
+    return {name: first[id(tensor)] for name, tensor in _named_tensors(model)}
 
 
 def whole_values(model: nn.Module, seed: int) -> dict[str, Tensor]:
