@@ -72,14 +72,14 @@ def compiled_for_ranks(
     return compiled
 
 
-def require_all_processes(num_processes: int, remedy: str) -> None:
-    """Raise InputError where a tool counts fewer processes than the group has, as on a host without GPUs: its loaders
-    would give all of these the same rows, and its losses and steps would be those of one.
+def require_all_processes(counted: int, remedy: str) -> None:
+    """Raise InputError where a tool has ``counted`` other processes than the group has, as on a host without GPUs: its
+    loaders would give several of them the same rows, and its losses and steps would be those of one.
     """
-    if dist.is_initialized() and dist.get_world_size() != num_processes:
+    if dist.is_initialized() and dist.get_world_size() != counted:
         raise InputError(
-            f"{dist.get_world_size()} processes are in the group, and {num_processes} by what splits the rows between "
-            f"them, so that several would have the same: {remedy}"
+            f"the process group has {dist.get_world_size()} processes, and Accelerate counts {counted}, whose "
+            f"loaders would give several of them the same rows: {remedy}"
         )
 
 

@@ -33,11 +33,13 @@ def two_processes_of_which_accelerate_counts_one() -> Iterator[None]:
 def test_accelerate() -> None:
     accelerator = Accelerator()
     assert accelerator.num_processes == 1
-    with pytest.raises(InputError, match=r"2 processes are in the group, and 1 by what splits.*Accelerator\(cpu=True"):
+    with pytest.raises(InputError, match=r"has 2 processes, and Accelerate counts 1.*Accelerator\(cpu=True"):
         accelerator.prepare(nn.Linear(3, 1), DataLoader(ROWS))
 
 
 def test_trainer(tmp_path: Path) -> None:
     trainer = Trainer(model=nn.Linear(3, 1), args=TrainingArguments(str(tmp_path)), train_dataset=ROWS)
-    with pytest.raises(InputError, match=r"2 processes are in the group, and 1 by .*TrainingArguments\(use_cpu=True\)"):
+    with pytest.raises(
+        InputError, match=r"has 2 processes, and Accelerate counts 1.*TrainingArguments\(use_cpu=True\)"
+    ):
         trainer.train()
