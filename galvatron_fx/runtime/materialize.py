@@ -74,7 +74,7 @@ def _held(
     """
     by_identity: dict[int, Tensor] = {}
     names = list(model.named_parameters(remove_duplicate=False))
-    first_name = {id(tensor): name for name, tensor in reversed(_named_tensors(model))}
+    first = first_names(model)
     placed = {id(parameter): homes[name] for name, parameter in names if name in homes}
     there = {id(parameter) for name, parameter in names if name in on_host}
     foreign = {id(tensor) for name, tensor in _named_tensors(model) if name in elsewhere}
@@ -82,21 +82,21 @@ def _held(
     for name, parameter in names:
         key = id(parameter)
         if key in foreign:
-            if first_name[key] == name and name in unlike:
+            if first[name] == name and name in unlike:
                 whole(name, parameter)
             continue
         if key not in by_identity:
-            value = whole(first_name[key], parameter)
+            value = whole(first[name], parameter)
             by_identity[key] = _shard_parameter(value, parameter, *placed.get(key, (mesh, ())), key in there)
         tensors[name] = by_identity[key]
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        key, first = id(buffer), first_name[id(buffer)]
+        key = id(buffer)
         if key in foreign:
-            if first == name and name in unlike:
+            if first[name] == name and name in unlike:
                 whole(first, buffer)
             continue
         if key not in by_identity:
-            by_identity[key] = _on_device(whole(first, buffer), mesh.device_type)
+            by_identity[key] = _on_device(whole(first[name], buffer), mesh.device_type)
         tensors[name] = by_identity[key]
     return tensors
 
