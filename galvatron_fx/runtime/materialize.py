@@ -79,24 +79,18 @@ def _held(
     there = {id(parameter) for name, parameter in names if name in on_host}
     foreign = {id(tensor) for name, tensor in _named_tensors(model) if name in elsewhere}
     tensors: dict[str, Tensor | None] = {}
-    for name, parameter in names:
-        key = id(parameter)
+    for name, tensor in _named_tensors(model):
+        key = id(tensor)
         if key in foreign:
             if first[name] == name and name in unlike:
-                whole(name, parameter)
+                whole(name, tensor)
             continue
         if key not in by_identity:
-            value = whole(first[name], parameter)
-            by_identity[key] = _shard_parameter(value, parameter, *placed.get(key, (mesh, ())), key in there)
-        tensors[name] = by_identity[key]
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        key = id(buffer)
-        if key in foreign:
-            if first[name] == name and name in unlike:
-                whole(first, buffer)
-            continue
-        if key not in by_identity:
-            by_identity[key] = _on_device(whole(first[name], buffer), mesh.device_type)
+            value = whole(first[name], tensor)
+            if isinstance(tensor, nn.Parameter):
+                by_identity[key] = _shard_parameter(value, tensor, *placed.get(key, (mesh, ())), key in there)
+            else:
+                by_identity[key] = _on_device(value, mesh.device_type)
         tensors[name] = by_identity[key]
     return tensors
 
