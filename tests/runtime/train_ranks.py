@@ -286,7 +286,8 @@ def buffers_of_stages(mesh: DeviceMesh) -> None:
     inputs = torch.randn(4, 8, dtype=torch.float64), torch.randn(4, 1, dtype=torch.float64)
     plan = Plan.uniform(MESH, ("pipeline", "zero"), pipelining=Pipelining(2, 1))
     plain = copy.deepcopy(model)
-    shared.angles += torch.distributed.get_rank()  # rank 0's are everybody's
+    for buffer in model.buffers():
+        buffer += torch.distributed.get_rank()  # rank 0's are everybody's
     compiled = galvatron_fx.compile(model, mesh, inputs, plan=plan)
     for _ in range(2):
         for each in (compiled, plain):
