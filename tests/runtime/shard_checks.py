@@ -59,6 +59,13 @@ WRITES: dict[str, Write] = {
     "listed places": lambda weight: weight.scatter_(0, torch.zeros(1, 12, dtype=torch.long), 5.0),
     "a triangle": lambda weight: weight.tril_(),
     "norms": lambda weight: weight.renorm_(2, 0, 0.3),
+    "ones on the diagonal": nn.init.eye_,
+    "a list": lambda weight: torch._foreach_copy_([weight, weight[3]], [weight * 2, weight[1] * 2]),
+    "draws": lambda weight: weight.log_normal_().add_(weight.clone().cauchy_().clamp_(-2, 2)),
+    "draws of times": lambda weight: weight.exponential_().add_(weight.clone().geometric_(0.5)),
+    "draws of numbers": lambda weight: weight.random_(1, 5).add_(weight.clone().random_(3)),
+    "draws by values": lambda weight: weight.copy_(torch.bernoulli(weight.sigmoid()) + torch.poisson(weight.abs())),
+    "dropout": lambda weight: weight.copy_(F.dropout(weight, 0.5) + torch.bernoulli(weight, 0.5)),
 }
 
 
@@ -101,6 +108,7 @@ def writes_into_shards(mesh: DeviceMesh) -> None:
         for each in (compiled, model):
             each.zero_grad()
             each(x).backward()
+            torch.manual_seed(4)
             with torch.no_grad():
                 write(each.weight)
                 write(each.weight.grad)
@@ -121,6 +129,8 @@ def writes_into_shards(mesh: DeviceMesh) -> None:
             refused()
     with pytest.raises(InputError, match=r"into a plain tensor: give tensor.full_tensor\(\)"):
         torch.zeros(8, 12, dtype=torch.float64).copy_(compiled.weight.detach())
+    with pytest.raises(InputError, match=r"eye.out makes \(3, 3\), and the DTensor to write is \(8, 12\)"):
+        torch.eye(3, out=compiled.weight.detach())
     with pytest.raises(InputError, match=r"fill_.Scalar writes into a sum, norm or extreme of a tensor in shards"):
         compiled.weight.detach().sum().fill_(1.0)
 

@@ -19,13 +19,16 @@ from galvatron_fx.ir.torch_compat.dtensors import STAGES_DIM, add_up_whole_norms
 __all__ = ["mend_dtensor_operators"]
 
 _DRAWS = (
-    "bernoulli_.float",
-    "normal_.default",
-    "uniform_.default",
-    "rand_like.default",
-    "randn_like.default",
-    "randint_like.default",
-    "randint_like.low_dtype",
+    "bernoulli_.float", "cauchy_.default", "exponential_.default", "geometric_.default", "log_normal_.default",
+    "normal_.default", "rand_like.default", "randint_like.default", "randint_like.low_dtype", "randn_like.default",
+    "random_.default", "random_.from", "random_.to", "uniform_.default",
+)  # fmt: skip
+_DRAWS_BY_VALUES = (
+    "bernoulli.default",
+    "bernoulli.p",
+    "multinomial.default",
+    "native_dropout.default",
+    "poisson.default",
 )
 # Means, of which torch divides by what a rank has: in backward always, in forward where ranks have unlike shares or
 # labels are ignored.
@@ -45,8 +48,8 @@ def mend_dtensor_operators() -> None:
     - ``GradScaler`` skips a step on all ranks where one has an infinite gradient.
     - ``item()``, ``float()`` and ``bool()`` read the whole value, of a sum or norm over shards, too, where torch reads
       this rank's part.
-    - Random numbers that are drawn into tensors in shards, or like them, are those that one device draws. On CPUs
-      torch draws the same ones on every rank, so that all shards are equal.
+    - Random numbers that are drawn into tensors in shards, like them or by their values (dropout) are those that one
+      device draws. On CPUs torch draws the same ones on every rank, so that all shards are equal.
     - ``torch.autograd.detect_anomaly`` finds what is no number in any shard, on all ranks; ``torch.allclose`` compares.
     - Losses that are means (``F.mse_loss(weight, before)``) have the gradients of one device, and its values.
     - ``sum(dim=[])``, which backward of ``amax()`` has, is over all dims.
@@ -63,6 +66,8 @@ def mend_dtensor_operators() -> None:
     handlers[torch.ops.aten._local_scalar_dense.default] = _read_whole
     for packet, overload in (name.split(".") for name in _DRAWS):
         handlers[getattr(getattr(torch.ops.aten, packet), overload)] = _draw
+    for packet, overload in (name.split(".") for name in _DRAWS_BY_VALUES):
+        handlers[getattr(getattr(torch.ops.aten, packet), overload)] = _compute_whole
     handlers[torch.ops.aten._is_any_true.default] = _look_in_all_shards
     for name in (*_MEAN_LOSSES, "allclose"):
         handlers[getattr(torch.ops.aten, name).default] = _compute_whole

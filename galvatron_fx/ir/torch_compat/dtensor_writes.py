@@ -26,6 +26,8 @@ _PLACED = (
     "scatter_.src", "scatter_.value", "scatter_.value_reduce", "scatter_add_.default", "tril_.default",
     "triu_.default",
 )  # fmt: skip
+# Operators that make a tensor of numbers alone, where they write it into one that is there.
+_MADE = ("arange.start_out", "eye.m_out", "eye.out", "full.out", "linspace.out", "ones.out", "zeros.out")
 _EACH = ("copy_.default", "fill_.Scalar", "fill_.Tensor", "masked_fill_.Scalar", "masked_fill_.Tensor")
 
 
@@ -41,7 +43,8 @@ def mend_dtensor_writes() -> None:
     dispatcher._dispatch_fast_path_python_tail = partial(
         _finish_and_pass_on, dispatcher._dispatch_fast_path_python_tail
     )
-    handlers = dict.fromkeys(_PLACED, _write_placed) | dict.fromkeys(_EACH, _write_each) | {"unbind.int": _unbind}
+    handlers = dict.fromkeys(_PLACED, _write_placed) | dict.fromkeys(_EACH, _write_each)
+    handlers |= dict.fromkeys(_MADE, _write_made) | {"_foreach_copy_.default": _copy_each, "unbind.int": _unbind}
     for name, handler in handlers.items():
         packet, overload = name.split(".")
         dispatcher._custom_op_handlers[getattr(getattr(aten, packet), overload)] = handler
@@ -94,6 +97,19 @@ def _write_placed(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return target
 
 
+def _write_made(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Make the whole tensor (``nn.init.eye_``), on every rank, and keep this rank's part."""
+    target: DTensor = kwargs.pop("out")
+    made = op_call(*args, **kwargs, out=torch.empty_like(_copy_of_whole(target)))
+    if made.shape != target.shape:
+        raise InputError(
+            f"{op_call.name()} makes {tuple(made.shape)}, and the DTensor to write is {tuple(target.shape)}"
+        )
+    target._local_tensor.copy_(_part(made, target))
+    _pass_on(target)
+    return target
+
+
 def _write_each(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Run the operator on this rank's parts."""
     target = _target(op_call, args)
@@ -109,6 +125,12 @@ def _write_each(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     op_call(target._local_tensor, *rest, **kwargs)
     _pass_on(target)
     return target
+
+
+def _copy_each(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Torch has no rule for it."""
+    for target, source in zip(*args[:2], strict=True):
+        target.copy_(source, *args[2:], **kwargs)
 
 
 def _unbind(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
