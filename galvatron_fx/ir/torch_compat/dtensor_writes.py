@@ -36,15 +36,21 @@ def mend_dtensor_writes() -> None:
 
     - A view that cuts a dim in shards (``weight[5]``, ``weight[:n]``, ``chunk``) is a copy of what was gathered, and
       torch writes into that alone. The tensor gets what is written, too.
-    - What is written may be plain tensors, and lie where indices say; torch refuses that. Plain tensors have to be
+    - What is written may be plain tensors, lie where indices say, or be made of numbers (``eye_``); torch refuses that
+      or makes wrong shards of it. Plain tensors have to be
       the same on all ranks: InputError says where they are not.
     """
     dispatcher: Any = DTensor._op_dispatcher
     dispatcher._dispatch_fast_path_python_tail = partial(
         _finish_and_pass_on, dispatcher._dispatch_fast_path_python_tail
     )
-    handlers = dict.fromkeys(_PLACED, _write_placed) | dict.fromkeys(_EACH, _write_each)
-    handlers |= dict.fromkeys(_MADE, _write_made) | {"_foreach_copy_.default": _copy_each, "unbind.int": _unbind}
+    handlers: dict[str, Any] = {
+        **dict.fromkeys(_PLACED, _write_placed),
+        **dict.fromkeys(_EACH, _write_each),
+        **dict.fromkeys(_MADE, _write_made),
+        "_foreach_copy_.default": _copy_each,
+        "unbind.int": _unbind,
+    }
     for name, handler in handlers.items():
         packet, overload = name.split(".")
         dispatcher._custom_op_handlers[getattr(getattr(aten, packet), overload)] = handler
