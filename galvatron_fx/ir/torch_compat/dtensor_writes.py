@@ -26,9 +26,9 @@ _PLACED = (
     "scatter_.src", "scatter_.value", "scatter_.value_reduce", "scatter_add_.default", "tril_.default",
     "triu_.default",
 )  # fmt: skip
+_EACH = ("copy_.default", "fill_.Scalar", "fill_.Tensor", "masked_fill_.Scalar", "masked_fill_.Tensor")
 # Operators that make a tensor of numbers alone, where they write it into one that is there.
 _MADE = ("arange.start_out", "eye.m_out", "eye.out", "full.out", "linspace.out", "ones.out", "zeros.out")
-_EACH = ("copy_.default", "fill_.Scalar", "fill_.Tensor", "masked_fill_.Scalar", "masked_fill_.Tensor")
 
 
 def mend_dtensor_writes() -> None:
@@ -37,8 +37,7 @@ def mend_dtensor_writes() -> None:
     - A view that cuts a dim in shards (``weight[5]``, ``weight[:n]``, ``chunk``) is a copy of what was gathered, and
       torch writes into that alone. The tensor gets what is written, too.
     - What is written may be plain tensors, lie where indices say, or be made of numbers (``eye_``); torch refuses that
-      or makes wrong shards of it. Plain tensors have to be
-      the same on all ranks: InputError says where they are not.
+      or makes wrong shards of it. Plain tensors have to be the same on all ranks: InputError says where they are not.
     """
     dispatcher: Any = DTensor._op_dispatcher
     dispatcher._dispatch_fast_path_python_tail = partial(
