@@ -111,7 +111,12 @@ def apart(model: Any) -> None:
     model.layer.weight.data, model.other.weight.data = memory
 
 
+def both(model: Any) -> None:
+    model.register_buffer("kept", model.layer.weight)
+
+
 REFUSED = {
+    "buffer": (both, lambda m, h: h @ m.kept, r"'kept' and 'layer.weight' are one tensor, as a parameter and as a buf"),
     "memory": (same_memory, lambda m, h: m.other(h), "'layer.weight' and 'other.weight' .* the same memory"),
     "view": (keep(lambda m: m.layer.weight.t()), lambda m, h: h @ m.kept, "uses 'kept', which shares memory with"),
     "data": (keep(lambda m: [m.layer.weight.data]), lambda m, h: h @ m.kept[0], "'kept\\[0\\]', which shares memory"),

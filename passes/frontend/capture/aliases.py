@@ -40,7 +40,7 @@ class Aliases:
 
     ``views``: what a trace takes for constants and what changes with a weight.
 
-    Raises CaptureError where two weights share memory of which one is trained.
+    Raises CaptureError where two weights share memory of which one is trained, or one is parameter and buffer.
     """
 
     def __init__(self, model: nn.Module, outside: OutsideState) -> None:
@@ -52,7 +52,13 @@ class Aliases:
             if not place.table:
                 plain.append((path, place, value, number < state.num_inside))
             elif place.table != "_modules" and isinstance(value, Tensor):
-                _, first, _ = self._first.setdefault(id(value), (path, place, value))
+                name, first, _ = self._first.setdefault(id(value), (path, place, value))
+                if first.table != place.table:
+                    raise CaptureError(
+                        f"'{name}' and '{path}' are one tensor, as a parameter and as a buffer, so that a compiled "
+                        f"model would train the one and not the other: keep it as a parameter in both places, or as a "
+                        f"plain attribute (self.{path.rpartition('.')[2]} = ...) in place of register_buffer"
+                    )
                 if first is not place and place.table == "_parameters":
                     self._others.append((place, value))
         weights = {path: tensor for path, _, tensor in self._first.values()}
