@@ -74,7 +74,7 @@ def _held(
     """
     by_identity: dict[int, Tensor] = {}
     names = list(model.named_parameters(remove_duplicate=False))
-    first = first_names(model)
+    first, parameters = first_names(model), {id(parameter): parameter for _, parameter in names}
     placed = {id(parameter): homes[name] for name, parameter in names if name in homes}
     there = {id(parameter) for name, parameter in names if name in on_host}
     foreign = {id(tensor) for name, tensor in _named_tensors(model) if name in elsewhere}
@@ -87,8 +87,8 @@ def _held(
             continue
         if key not in by_identity:
             value = whole(first[name], tensor)
-            if isinstance(tensor, nn.Parameter):
-                by_identity[key] = _shard_parameter(value, tensor, *placed.get(key, (mesh, ())), key in there)
+            if key in parameters:
+                by_identity[key] = _shard_parameter(value, parameters[key], *placed.get(key, (mesh, ())), key in there)
             else:
                 by_identity[key] = _on_device(value, mesh.device_type)
         tensors[name] = by_identity[key]

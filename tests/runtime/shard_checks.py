@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 import galvatron_fx
 from galvatron_fx import Plan
 from galvatron_fx.errors import InputError
-from tests.runtime.beside_plain import same
+from tests.models.test_odd_sizes import untidy
+from tests.runtime.beside_plain import compiled_by, same, train
 from tests.runtime.shared_lowerings import Compiled
 
 Write = Callable[[Tensor], object]
@@ -133,6 +134,25 @@ def writes_into_shards(mesh: DeviceMesh) -> None:
         torch.eye(3, out=compiled.weight.detach())
     with pytest.raises(InputError, match=r"fill_.Scalar writes into a sum, norm or extreme of a tensor in shards"):
         compiled.weight.detach().sum().fill_(1.0)
+
+
+def draws_into_shards(mesh: DeviceMesh) -> None:
+    """Weights that are drawn after compile, and numbers read from them, are those of one device."""
+    model, inputs = untidy()
+    compiled, plain = compiled_by(model, mesh, inputs, ("zero", "tensor")), copy.deepcopy(model)
+    likes = []
+    for each in (compiled, plain):
+        torch.manual_seed(1)
+        for parameter in each.parameters():
+            nn.init.normal_(parameter)
+            nn.init.uniform_(parameter, a=parameter.mean().item())
+        likes.append([torch.randn_like(parameter) for parameter in each.parameters()])
+    train(compiled, plain, inputs, steps=1)
+    assert sum(isinstance(like, DTensor) and like.to_local().numel() < like.numel() for like in likes[0]) > 3
+    for drawn, expected in zip(*likes, strict=True):
+        same(drawn, expected, "what is drawn like a parameter")
+    with pytest.raises(InputError, match=r"allreduce_.* is called on a DTensor.*full_tensor\(\) is the whole value"):
+        dist.all_reduce(next(compiled.parameters()).detach())
 
 
 def losses_of_shards(mesh: DeviceMesh) -> None:

@@ -14,12 +14,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import galvatron_fx
 from galvatron_fx import Plan, Strategy
@@ -282,6 +280,7 @@ def buffers_of_stages(mesh: DeviceMesh) -> None:
     shared = nn.Module()
     shared.register_buffer("angles", torch.randn(8))
     model = nn.Sequential(*(Turned(shared) for _ in range(4)), nn.Linear(8, 1)).double()
+    shared._buffers["angles"] = nn.Parameter(shared.angles, requires_grad=False)  # a buffer by where it is registered
     model = galvatron_fx.with_loss(model, nn.functional.mse_loss)
     inputs = torch.randn(4, 8, dtype=torch.float64), torch.randn(4, 1, dtype=torch.float64)
     plan = Plan.uniform(MESH, ("pipeline", "zero"), pipelining=Pipelining(2, 1))
@@ -297,6 +296,7 @@ def buffers_of_stages(mesh: DeviceMesh) -> None:
     torch.distributed.all_gather_object(names, set(held))
     expected = dict(plain.named_buffers())
     assert set().union(*names) == expected.keys(), set().union(*names) ^ expected.keys()
+    assert {name for name, _ in compiled.named_parameters()} < {name for name, _ in plain.named_parameters()}
     for name, value in held.items():
         same(value, expected[name], name)
 
@@ -321,25 +321,6 @@ def state_dicts(mesh: DeviceMesh) -> None:
     assert not missing.missing_keys and not missing.unexpected_keys
     for name, parameter in first.named_parameters():
         same(second.get_parameter(name), full(parameter), name)
-
-
-def draws_into_shards(mesh: DeviceMesh) -> None:
-    """Weights that are drawn after compile, and numbers read from them, are those of one device."""
-    model, inputs = untidy()
-    compiled, plain = compiled_by(model, mesh, inputs, ("zero", "tensor")), copy.deepcopy(model)
-    likes = []
-    for each in (compiled, plain):
-        torch.manual_seed(1)
-        for parameter in each.parameters():
-            nn.init.normal_(parameter)
-            nn.init.uniform_(parameter, a=parameter.mean().item())
-        likes.append([torch.randn_like(parameter) for parameter in each.parameters()])
-    train(compiled, plain, inputs, steps=1)
-    assert sum(isinstance(like, DTensor) and like.to_local().numel() < like.numel() for like in likes[0]) > 3
-    for drawn, expected in zip(*likes, strict=True):
-        same(drawn, expected, "what is drawn like a parameter")
-    with pytest.raises(InputError, match=r"allreduce_.* is called on a DTensor.*full_tensor\(\) is the whole value"):
-        dist.all_reduce(next(compiled.parameters()).detach())
 
 
 def checkpoint_to_another_plan(mesh: DeviceMesh) -> None:
@@ -478,7 +459,7 @@ _CHECKS: tuple[Check, ...] = (
     uniform_plans, gathers_ahead, chunks_beside_products, stages, stages_evaluate_and_train,
     later_batches_fail_together,
     loss_backward, unlike_neighbours, searched_plan, flat_mesh, gradients_accumulate, folds_gradients, evaluation,
-    buffers_update, buffers_of_stages, other_batch_shapes, state_dicts, draws_into_shards,
+    buffers_update, buffers_of_stages, other_batch_shapes, state_dicts, shard_checks.draws_into_shards,
     shard_checks.writes_into_shards,
     shard_checks.losses_of_shards, shard_checks.anomalies_are_found, shard_checks.outputs_are_inputs,
     checkpoint_to_another_plan, context,

@@ -104,13 +104,15 @@ def _write_placed(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _write_made(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Make the whole tensor (``nn.init.eye_``), on every rank, and keep this rank's part."""
-    target: DTensor = kwargs.pop("out")
-    made = op_call(*args, **kwargs, out=torch.empty_like(_copy_of_whole(target)))
+    target = _target(op_call, (kwargs["out"],))
+    local = target._local_tensor
+    whole = torch.empty_strided(target.shape, target.stride(), dtype=local.dtype, device=local.device)
+    made = op_call(*args, **{**kwargs, "out": whole})
     if made.shape != target.shape:
         raise InputError(
             f"{op_call.name()} makes {tuple(made.shape)}, and the DTensor to write is {tuple(target.shape)}"
         )
-    target._local_tensor.copy_(_part(made, target))
+    local.copy_(_part(made, target))
     _pass_on(target)
     return target
 
