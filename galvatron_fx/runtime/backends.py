@@ -11,7 +11,13 @@ from torch import Tensor, fx
 
 from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.kernels.bindings import with_fast_calls
-from galvatron_fx.ir.torch_compat.graphs import box_arguments, compile_functional, missing_compiler, without_autograd
+from galvatron_fx.ir.torch_compat.graphs import (
+    box_arguments,
+    compile_functional,
+    missing_compiler,
+    without_autograd,
+    written,
+)
 from galvatron_fx.runtime.profiled import when_profiled, with_ranges
 from galvatron_fx.runtime.regions import Region, split_regions
 
@@ -173,8 +179,10 @@ class _Lazy:
 def _filled(graph: fx.GraphModule, given: Sequence[bool]) -> Callable[..., Sequence[Any]]:
     """``graph`` as a function of the arguments that are ``given``; the others are None."""
 
+    code = written(graph)
+
     def call(*tensors: torch.Tensor) -> Sequence[Any]:
         rest = iter(tensors)
-        return graph(*(next(rest) if here else None for here in given))  # type: ignore[no-any-return]
+        return code(*(next(rest) if here else None for here in given))
 
     return call

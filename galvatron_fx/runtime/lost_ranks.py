@@ -19,7 +19,10 @@ from galvatron_fx.ir.torch_compat.processes import collective_timeout_s, default
 from galvatron_fx.runtime.members import Members
 from galvatron_fx.runtime.store_calls import DEADLINE_S, answered, host_rank
 
-__all__ = ["StepWatch", "leave_word"]
+__all__ = ["CHANGED_FLAGS", "StepWatch", "leave_word"]
+
+CHANGED_FLAGS = ", requires_grad changed since compile"
+"""What the description of a batch says where it does not end: which parameters are trained follows."""
 
 ANSWER_S = 3.0
 """How long a rank whose collective timed out waits for the others to say that theirs did, too."""
@@ -142,6 +145,12 @@ class StepWatch:
         ranks = [rank for rank, batch in batches.items() if batch != first]
         if not ranks:
             return ""
+        if first.partition(CHANGED_FLAGS)[0] == batches[ranks[0]].partition(CHANGED_FLAGS)[0]:
+            return (
+                f"ranks {ranks} train other parameters than rank {least} in call {self._step} of the module "
+                f"({batches[ranks[0]]}, and {first}): set requires_grad alike on all ranks, and under a plan with "
+                f"stages, whose ranks hold unlike parameters, before compile"
+            )
         return (
             f"ranks {ranks} bring another batch than rank {least} in call {self._step} of the module "
             f"({batches[ranks[0]]}, and {first}): give all ranks inputs of the same names, shapes and dtypes, "

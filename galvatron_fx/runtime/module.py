@@ -38,6 +38,7 @@ from galvatron_fx.runtime.hooks import has_hooks, refuse_backward_hooks
 from galvatron_fx.runtime.host_states import keep_like
 from galvatron_fx.runtime.late_changes import MemoryOfParameters, refuse_changed_output, require_like
 from galvatron_fx.runtime.local_updates import mark_for_local_updates
+from galvatron_fx.runtime.lost_ranks import CHANGED_FLAGS
 from galvatron_fx.runtime.modes import mark
 from galvatron_fx.runtime.module_tree import ModuleTree
 from galvatron_fx.runtime.nested_outputs import nested
@@ -364,7 +365,8 @@ class DistributedGraphModule(WithExperts):
         _, modes, flags = key
         description_key = key, bool(row_positions), known and known.decided_as
         if description_key not in self._descriptions:
-            trained = "" if flags == self._flags else f", {sum(flags)} parameters still trained ({mark(flags)})"
+            still = f"{CHANGED_FLAGS}, {sum(flags)} parameters still trained ({mark(flags)})"
+            trained = "" if flags == self._flags else still
             rows = ", rows of its own" if row_positions else ""
             decided = f", values by which program {known.number} decides" if known and known.decided_as else ""
             self._descriptions[description_key] = f"{described(given)}{rows}{decided}, in {modes}{trained}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Self
 
@@ -37,16 +38,20 @@ class ModuleTree:
         """Put what shows the modules inside of the original into ``root``, which is to hold their parameters."""
         self._root = with_container_methods(root, self.twin)
         refuse_fully_shard(root)
-        for name, child in self.twin._modules.items():
-            root._modules[name] = None if child is None else self._show(child, name)
+        self._show_inside(root, self.twin, "")
 
     def _show(self, twin: nn.Module, path: str) -> ShownModule:
         if twin not in self._shown:
             shown = self._shown[twin] = with_container_methods(ShownModule(twin, path, self), twin)
             refuse_fully_shard(shown)
-            for name, child in twin._modules.items():
-                shown._modules[name] = None if child is None else self._show(child, f"{path}.{name}")
+            self._show_inside(shown, twin, f"{path}.")
         return self._shown[twin]
+
+    def _show_inside(self, shown: nn.Module, twin: nn.Module, prefix: str) -> None:
+        children = {
+            name: None if child is None else self._show(child, prefix + name) for name, child in twin._modules.items()
+        }
+        shown.__dict__["_modules"] = FixedModules(children, prefix)
 
     def train(self, module: nn.Module, mode: bool) -> None:
         """Switch one of the twin's modules, and those inside of it, and the parameters that its ``train`` freezes."""
@@ -73,6 +78,28 @@ class ModuleTree:
         """Say which parameters the twin trains, by name."""
         for name, parameter in self.twin.named_parameters():
             parameter.requires_grad_(trained.get(name, parameter.requires_grad))
+
+
+class FixedModules(dict[str, nn.Module | None]):
+    """The modules inside of a compiled one, which stay: containers (``insert``, ``clear``) and libraries that exchange
+    layers write into this table, where no method of the module sees it.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module | None], prefix: str) -> None:
+        super().__init__(modules)
+        self._prefix = prefix
+
+    def _refuse(self, *given: Any, **_: Any) -> NoReturn:
+        name = f"{self._prefix}{given[0]}" if given and isinstance(given[0], str) else f"{self._prefix}*"
+        raise InputError(f"modules of a compiled model are exchanged ('{name}'): change the model before compile")
+
+    __setitem__ = __delitem__ = __ior__ = pop = popitem = clear = update = setdefault = _refuse
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FixedModules:
+        new = memo[id(self)] = FixedModules({}, self._prefix)
+        for name, child in self.items():
+            super(FixedModules, new).__setitem__(name, copy.deepcopy(child, memo))
+        return new
 
 
 def holds(module: nn.Module, name: str, value: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from galvatron_fx.ir.errors import InputError
+from galvatron_fx.runtime.hooks import backward_hooks_of_all, forward_hooks_of_all, hook_name
 from galvatron_fx.runtime.stage_tensors import refuse_whole_model
 
 __all__ = ["LateChanges", "check_hooks", "watch_constants", "watch_moved", "watch_optimizers"]
@@ -69,8 +70,13 @@ def check_hooks(model: nn.Module) -> None:
     """Warn of forward hooks, which are called while the model is traced and not in each step; raise InputError for
     hooks of gradients, which the compiled model does not have.
 
-    Those of torch itself (spectral norm) compute what is traced.
+    Those of torch itself (spectral norm) compute what is traced. The same for hooks of all modules.
     """
+    if backward_hooks_of_all():
+        raise InputError(
+            f"all modules have a backward hook, which a compiled backward does not call: remove it, and {_REMEDY}"
+        )
+    _warn_of_hooks_of_all(forward_hooks_of_all().values())
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise InputError(
@@ -78,10 +84,10 @@ def check_hooks(model: nn.Module) -> None:
                 f"{_REMEDY}"
             )
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            kind = hook if hasattr(hook, "__module__") and hasattr(hook, "__qualname__") else type(hook)
-            if not kind.__module__.startswith("torch."):
+            called = hook_name(hook)
+            if called is not None:
                 warnings.warn(
-                    f"module '{name}' has the forward hook {kind.__qualname__}, which is called while the model is "
+                    f"module '{name}' has the forward hook {called}, which is called while the model is "
                     f"traced: what it returns is part of the program, what it stores or prints is not done again in "
                     f"each step. To have that, {_REMEDY}",
                     stacklevel=2,
@@ -92,6 +98,16 @@ def check_hooks(model: nn.Module) -> None:
                 f"parameter '{name}' has a hook, which the compiled model's own parameter does not have: remove it, "
                 f"and register it after compile, on compiled.get_parameter('{name}'), whose gradients are DTensors"
             )
+
+
+def _warn_of_hooks_of_all(hooks: Iterable[Callable[..., Any]]) -> None:
+    names = ", ".join(sorted({name for hook in hooks if (name := hook_name(hook)) is not None}))
+    if names:
+        warnings.warn(
+            f"hooks of all modules ({names}) are called for a compiled model as a whole, and not for the modules in "
+            f"it, which do not run one by one: {_REMEDY}",
+            stacklevel=5,
+        )
 
 
 def _watch(tensor: Tensor, model: nn.Module, reason: str) -> None:
@@ -135,6 +151,7 @@ class LateChanges:
         self._calls = 0
         self._next = RemovableHandle.next_id
         self._known = set(_hooks(model))
+        self._known_of_all = {*forward_hooks_of_all(), *backward_hooks_of_all()}
 
     def warn(self) -> None:
         """Warn of those that came since the last call; costs nothing where nothing was registered anywhere.
@@ -147,6 +164,9 @@ class LateChanges:
         if self._next == RemovableHandle.next_id:
             return
         self._next = RemovableHandle.next_id
+        of_all = {**forward_hooks_of_all(), **backward_hooks_of_all()}
+        _warn_of_hooks_of_all(of_all[key] for key in of_all.keys() - self._known_of_all)
+        self._known_of_all |= of_all.keys()
         model = self._model()
         for name, key in _hooks(model) if model is not None else ():
             if (name, key) not in self._known:

@@ -43,7 +43,9 @@ _REFUSED = {
     "reset_running_stats": _RENEWED,
     "resize_token_embeddings": "changes the shapes of parameters: call it before compile",
 }
-_CONTAINER_METHODS = ("__contains__", "__getitem__", "__iter__", "__len__", "__reversed__")
+_READING = ("__contains__", "__getitem__", "__iter__", "__len__", "__reversed__")
+_CHANGING = ("__setitem__", "__delitem__", "__iadd__", "__imul__")  # end in what refuses changes
+_CONTAINER_METHODS = (*_READING, *_CHANGING)
 
 
 class AttributesRead:

@@ -223,7 +223,7 @@ def stages_save_and_load_their_parts(mesh: DeviceMesh) -> None:
 
 def stages_refuse_flags(mesh: DeviceMesh) -> None:
     """The rank that changed one of its parameters names it; the other one is told, and does not wait."""
-    for ranks, said in (((0, 1), "under a plan with stages"), ((0,), "still trained")):
+    for ranks, said in (((0, 1), "under a plan with stages"), ((0,), "train other parameters")):
         compiled, _ = pair(mesh, "pipeline")
         if dist.get_rank() in ranks:
             next(compiled.parameters()).requires_grad_(False)

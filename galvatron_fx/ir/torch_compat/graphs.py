@@ -23,6 +23,7 @@ __all__ = [
     "is_profiled",
     "missing_compiler",
     "without_autograd",
+    "written",
 ]
 
 enter_range = torch.ops.profiler._record_function_enter_new.default
@@ -45,7 +46,13 @@ def box_arguments(graph: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]
     """
     graph.graph.set_codegen(_BoxedCodeGen())
     graph.recompile()
-    forward: Callable[[list[Any]], Sequence[Any]] = graph.forward
+    return written(graph)
+
+
+def written(graph: fx.GraphModule) -> Callable[..., Sequence[Any]]:
+    """The code of ``graph``, written now: before that, ``forward`` calls the module, and so hooks of all modules."""
+    _LazyGraphModule.force_recompile(graph)
+    forward: Callable[..., Sequence[Any]] = graph.forward
     return forward
 
 
