@@ -53,6 +53,7 @@ from galvatron_fx.runtime.untraced import untraced
 from galvatron_fx.runtime.whole_inputs import whole_inputs
 from galvatron_fx.runtime.with_experts import WithExperts
 from passes.frontend.capture.capture import FlatInputs
+from passes.frontend.capture.written_inputs import refuse_shared_memory
 
 
 class DistributedGraphModule(WithExperts):
@@ -347,10 +348,10 @@ class DistributedGraphModule(WithExperts):
             if known is None:
                 self._refuse_flags_of_stages(flags)
         program = self._new_program(key, flat if trains else flat.detached()) if known is None else known.program
-        decided_by = program.signature.decided_by
-        if decided_by:
+        if decided_by := program.signature.decided_by:
             self._deciding.require_kept(decided_by, dict(self.named_buffers(remove_duplicate=False)))
         require_whole(program.signature.decisions, given, row_positions)
+        refuse_shared_memory(program.signature.written, given)
         return program, flat, row_positions
 
     def _new_program(self, key: Any, inputs: FlatInputs) -> AnyProgram:

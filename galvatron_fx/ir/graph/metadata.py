@@ -271,7 +271,8 @@ class Signature:
     ``arguments``: what a call leaves of its arguments where it puts something else into them
     (:class:`passes.frontend.capture.held_objects.ArgumentsLeft`), else None; ``decided_by``: buffers by whose values
     forward decided, as lists of numbers, by name: no step changes them, and nobody else may; ``decisions``:
-    what forward decided by values of inputs, as every call has to; ``may_read``: what it was allowed to decide by.
+    what forward decided by values of inputs, as every call has to; ``may_read``: what it was allowed to decide by;
+    ``written``: names of inputs into copies of which forward writes, in training.
     """
 
     inputs: tuple[InputSpec, ...]
@@ -291,6 +292,7 @@ class Signature:
     decided_by: Mapping[str, Any] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
     may_read: MayRead = NOTHING_READ
+    written: tuple[str, ...] = ()
 
     @property
     def beside_loss(self) -> frozenset[int]:

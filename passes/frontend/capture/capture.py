@@ -38,6 +38,7 @@ from passes.frontend.capture.steady_state import steady_state
 from passes.frontend.capture.trace import Trace
 from passes.frontend.capture.trace_again import (
     ConstantsCopied,
+    InputsWritten,
     MasksNeeded,
     NotAsCompiled,
     RowsNotTaken,
@@ -47,6 +48,7 @@ from passes.frontend.capture.trace_again import (
 )
 from passes.frontend.capture.trace_errors import explained, writes_into_constants
 from passes.frontend.capture.traced_layouts import in_order
+from passes.frontend.capture.written_inputs import tell_of_written_inputs
 from passes.frontend.expert_masks import refuse_shared_rows
 from passes.frontend.traceable_functions import traceable_functions
 
@@ -123,6 +125,7 @@ class Capture:
         held: tuple[str, ...] = ()
         masked_because: Exception | None = None
         copies_constants = False
+        written: tuple[str, ...] = ()
         as_compiled: GalvatronError | None = None
         answers_asks = True
         while True:
@@ -130,6 +133,7 @@ class Capture:
                 with as_buffers(model, held):
                     flat = FlatModel(model, inputs, self.policy, self.forward_only)
                     flat.masked_because, flat.copies_constants = masked_because, copies_constants
+                    flat.written = written
                     flat.input_reads, flat.is_told_eager = reads, as_compiled is not None
                     flat.answers_asks = answers_asks
                     trace = self._once(flat, held)
@@ -142,11 +146,14 @@ class Capture:
                     _tell_of_masked_rows(flat)
                     _tell_of_finite_values(flat)
                     _tell_of_read_inputs(reads)
+                    tell_of_written_inputs(signature(trace.whole).written, inputs)
                     return trace
             except StateWritten as attributes:
                 held = (*held, *attributes.names)
             except MasksNeeded as needed:
                 masked_because = needed.because
+            except InputsWritten as inputs_written:
+                written = (*written, *inputs_written.names)
             except ConstantsCopied:
                 copies_constants = True
             except RowsNotTaken:

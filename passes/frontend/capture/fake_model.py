@@ -85,6 +85,7 @@ class FlatModel(nn.Module):
         self.viewed: list[View] = []
         self.masked_because: Exception | None = None
         self.copies_constants = False
+        self.written: tuple[str, ...] = ()
         self.is_told_eager = False
         self.answers_asks = True
         self.decided_by: dict[str, Any] = {}
@@ -148,7 +149,9 @@ class FlatModel(nn.Module):
 
     def _arguments(self, tensors: Sequence[torch.Tensor]) -> Arguments:
         """What the model is called with; devices that objects name are those of the trace."""
-        given = [_cast(tensor, self._inputs_as) for tensor in tensors]
+        copied = [name in self.written for name in self.inputs.input_names]
+        given = [tensor.clone() if copy else tensor for tensor, copy in zip(tensors, copied, strict=True)]
+        given = [_cast(tensor, self._inputs_as) for tensor in given]
         pairs = zip(self.inputs.input_names, tensors, given, strict=True)
         self._copies = [(name, copy, copy._version) for name, tensor, copy in pairs if copy is not tensor]
         examples = self.inputs.tensors

@@ -28,6 +28,7 @@ from galvatron_fx.ir.torch_compat.dtensors import DTensor
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.ir.torch_compat.tracing import module_of
 from passes.frontend.capture.fake_model import ROOT, FlatModel
+from passes.frontend.capture.trace_again import InputsWritten
 
 __all__ = ["merge_tied", "record_graph"]
 
@@ -68,6 +69,7 @@ def record_graph(graph: fx.GraphModule, flat: FlatModel) -> None:
             decided_by=dict(flat.decided_by),
             decisions=tuple(flat.input_reads.decisions),
             may_read=flat.input_reads.may_read,
+            written=flat.written,
         ),
     )
     output.args = (tuple(node for _, node in pairs),)
@@ -76,16 +78,13 @@ def record_graph(graph: fx.GraphModule, flat: FlatModel) -> None:
 def _caches(graph: fx.GraphModule, flat: FlatModel) -> dict[int, str]:
     """Inputs, by position, that forward writes into or puts others in the place of, and those that are split already.
 
-    Raises CaptureError where a step of training would do so.
+    Raises InputsWritten where a step of training would do so.
     """
     names = flat.inputs.input_names
     sources = [getattr(desc, "mutated_input", None) for desc in graph.graph.output_node().meta["desc"]]
     written = {source.idx for source in sources if source is not None and not hasattr(source, "target")}
     if written and not flat.forward_only:
-        raise CaptureError(
-            f"the model writes into its input {names[min(written)]} in place: clone it first (a cache of keys and "
-            f"values is for forward_only=True)"
-        )
+        raise InputsWritten([names[position] for position in sorted(written)])
     if not flat.forward_only:
         return {}
     written |= {names.index(name) for name in flat.left if name in names}

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from galvatron_fx.ir.errors import GalvatronError
 
-__all__ = ["ConstantsCopied", "MasksNeeded", "NotAsCompiled", "RowsNotTaken", "RowsOfAll", "StateWritten", "TraceAgain"]
+__all__ = ["ConstantsCopied", "InputsWritten", "MasksNeeded", "NotAsCompiled"]
+__all__ += ["RowsNotTaken", "RowsOfAll", "StateWritten", "TraceAgain"]
 
 
 class TraceAgain(Exception):
@@ -15,6 +16,14 @@ class TraceAgain(Exception):
 
 class StateWritten(TraceAgain):
     """Raised where a forward changes and reads plain attributes, which so have to be buffers in the trace."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(", ".join(names))
+        self.names = tuple(names)
+
+
+class InputsWritten(TraceAgain):
+    """Raised where a step of training writes into inputs, which so have to be copied first."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(", ".join(names))
