@@ -175,6 +175,8 @@ def _trained(model: torch.nn.Module, inputs: Any) -> dict[str, torch.Tensor]:
     """What one device makes of a copy: outputs, gradients, and the buffers that forward changes."""
     copied = copy.deepcopy(model)
     values = one_device(copied, inputs)
+    if any(value.isnan().any() for value in values.values()):
+        raise ValueError("what it computes is no number")
     before = dict(model.named_buffers())
     changed = {name: new for name, new in copied.named_buffers() if not torch.equal(new, before[name])}
     return values | {f"buffer {name}": new for name, new in changed.items()}

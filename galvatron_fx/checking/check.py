@@ -55,6 +55,10 @@ _ZEROS = (
     "eager has no gradient for {}, and the plan has zeros, as for experts without a token: optimizers that decay "
     "weights or keep momentum move these by the plan, and leave them alone in eager"
 )
+_NO_NUMBERS = (
+    "{} of eager are no numbers (nan), and count as equal where the plan has none either: give weights and a batch of "
+    "which all is finite"
+)
 _BY_GRAPH = "{}: the plan was compared with the captured graph on one device instead"
 
 
@@ -170,6 +174,8 @@ class _Check:
         held, zeros = _held(history, expected)
         if zeros:
             notes.append(_ZEROS.format(quoted(zeros)))
+        if no_numbers := _no_numbers(expected):
+            notes.append(_NO_NUMBERS.format(quoted(no_numbers)))
         rows, unseen = self._of_all_ranks(rows, held, expected, names, chosen)
         if unseen:
             notes.append(f"not compared, as stages keep them to themselves: {', '.join(unseen)}")
@@ -282,6 +288,13 @@ def _held(history: list[Step], expected: list[Step]) -> tuple[list[set[Key]], li
         zeros |= {name: None for _, name in more if ("gradient", name) in none}
         held.append(set(step.values) - none)
     return held, list(zeros)
+
+
+def _no_numbers(expected: list[Step]) -> list[str]:
+    """The losses and gradients that are nan on one device, in any step."""
+    values = [(*key, value) for step in expected for key, value in step.values.items()]
+    names = (name for kind, name, value in values if kind in ("loss", "gradient") and value.isnan().any())
+    return list(dict.fromkeys(names))
 
 
 def _of_no_model(plan: Plan) -> Plan:

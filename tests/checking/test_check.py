@@ -261,6 +261,12 @@ class Skipping(nn.Module):
 
 
 @pytest.mark.filterwarnings("error:equal layers")
+def test_values_that_are_no_numbers_are_a_note() -> None:
+    batch = torch.full((4, 3), float("nan"))
+    found = galvatron_fx.check(nn.Linear(3, 3), 2, (batch,), Plan.uniform((2,), ("data",)))
+    assert found.ok and "'weight' of eager are no numbers (nan)" in found.notes[0], str(found)
+
+
 def test_zeros_where_eager_has_no_gradient_are_a_note() -> None:
     report = galvatron_fx.check(Skipping(), 2, (torch.randn(6, 6),), Plan.uniform((2,), ("data",)), steps=2)
     assert report.ok
