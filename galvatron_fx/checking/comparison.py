@@ -105,6 +105,8 @@ def _scale(known: Mapping[Key, Tensor], key: Key, size: Callable[[Tensor], float
     least = 0.0
     if key[0] in ("gradient", "parameter"):
         least = LEAST_SHARE * _largest_of(known, key[0], size)
+    if key[0] == "buffer":  # means of what a norm has centred are zero but for rounding; buffers of masks may be huge
+        least = LEAST_SHARE * _largest_of(known, "parameter", size)
     if key[0] == "gradient":
         weight = max(_largest_of(known, "parameter", size), 1.0)
         least = max(least, LEAST_SHARE * _largest_of(known, "loss", size) / weight)

@@ -236,7 +236,7 @@ class Simulated:
             results = self.program(value_of)
         for port, whole in results.items():
             if port.kind == "buffer":
-                self._tensor(port.name).copy_(whole.value)
+                self._tensor(port.name).detach().copy_(whole.value)
                 self.spread["buffer", original_name(port.name)] = whole.spread
             elif port.is_input_gradient:
                 place = next(p for p in specs if p.kind == "input" and p.gradient == port.name)

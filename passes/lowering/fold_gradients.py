@@ -38,7 +38,7 @@ class FoldGradients:
         results: tuple[fx.Node | None, ...] = graph.graph.output_node().args[0]  # type: ignore[assignment]
         folded: dict[fx.Node, int] = {}
         for position, (port, node) in enumerate(zip(self.halves.gradient_ports, results, strict=True)):
-            if node is None or node.op != "call_function" or results.count(node) > 1 or not self._is_trained(port.name):
+            if node is None or node.op != "call_function" or results.count(node) > 1 or not self._may_fold(port.name):
                 continue
             folded[node] = position
         following = _following(graph.graph)
@@ -55,9 +55,11 @@ class FoldGradients:
         graph.recompile()
         return graph
 
-    def _is_trained(self, name: str) -> bool:
+    def _may_fold(self, name: str) -> bool:
+        """Whether a parameter is trained, and forward writes nothing into it, which is done when the step is over."""
         parameters = (port for port in self.halves.input_ports if port.kind == "param" and port.requires_grad)
-        return any(port.name == name for port in parameters)
+        is_written = any(port.kind == "buffer" and port.name == name for port in self.halves.result_ports)
+        return not is_written and any(port.name == name for port in parameters)
 
     def _last_reads(self, graph: fx.GraphModule) -> dict[str, list[fx.Node]]:
         """What reads the memory of each parameter, up to where it is waited for."""

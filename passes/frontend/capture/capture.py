@@ -45,6 +45,7 @@ from passes.frontend.capture.trace_again import (
     RowsOfAll,
     StateWritten,
     TraceAgain,
+    WeightsWritten,
 )
 from passes.frontend.capture.trace_errors import explained, writes_into_constants
 from passes.frontend.capture.traced_layouts import in_order
@@ -126,6 +127,7 @@ class Capture:
         masked_because: Exception | None = None
         copies_constants = False
         written: tuple[str, ...] = ()
+        written_weights: tuple[str, ...] = ()
         as_compiled: GalvatronError | None = None
         answers_asks = True
         while True:
@@ -133,7 +135,7 @@ class Capture:
                 with as_buffers(model, held):
                     flat = FlatModel(model, inputs, self.policy, self.forward_only)
                     flat.masked_because, flat.copies_constants = masked_because, copies_constants
-                    flat.written = written
+                    flat.written, flat.written_weights = written, written_weights
                     flat.input_reads, flat.is_told_eager = reads, as_compiled is not None
                     flat.answers_asks = answers_asks
                     trace = self._once(flat, held)
@@ -154,6 +156,8 @@ class Capture:
                 masked_because = needed.because
             except InputsWritten as inputs_written:
                 written = (*written, *inputs_written.names)
+            except WeightsWritten as weights:
+                written_weights = (*written_weights, *weights.names)
             except ConstantsCopied:
                 copies_constants = True
             except RowsNotTaken:

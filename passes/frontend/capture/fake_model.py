@@ -86,6 +86,7 @@ class FlatModel(nn.Module):
         self.masked_because: Exception | None = None
         self.copies_constants = False
         self.written: tuple[str, ...] = ()
+        self.written_weights: tuple[str, ...] = ()
         self.is_told_eager = False
         self.answers_asks = True
         self.decided_by: dict[str, Any] = {}
@@ -93,6 +94,7 @@ class FlatModel(nn.Module):
         self._checks = ValueChecks()
         self.finite = FiniteValues(self._checks.failures)
         self._buffers_now = dict(model.named_buffers(remove_duplicate=False))
+        self._weights_now: dict[str, torch.Tensor] = {}
         self.masked_lines: dict[str, None] = {}
         self.asked_lines: dict[str, None] = {}
 
@@ -121,6 +123,7 @@ class FlatModel(nn.Module):
             keep_weights(self.module, (leaf for leaf in flatten(returned)[0] if isinstance(leaf, torch.Tensor)))
         self._changes |= {change.path: change for change in changes}
         rebound = {c.path: c.after for c in changes if c.place.table == "_buffers" and c.keeps_spec}
+        rebound |= self._weights_now
         self.rebound = tuple(rebound)
         self._outputs, outputs = flat_outputs(returned, lambda leaf: self._checks.told(_cast(leaf, self._outputs_as)))
         self.arguments, left = arguments.left() if self.forward_only else (None, {})
@@ -130,7 +133,7 @@ class FlatModel(nn.Module):
     @contextlib.contextmanager
     def observed(self) -> Iterator[ModuleState]:
         """Let the model run inside, and undo what it does to its attributes, and to what its code names elsewhere."""
-        with self._aliases.tied(), self._outside.without_cache():
+        with self._aliases.tied(), self._outside.without_cache(), self._copied_weights():
             state = ModuleState(self.module, self._outside)
             try:
                 traced = dict(self.module.named_buffers(remove_duplicate=False))
@@ -142,6 +145,22 @@ class FlatModel(nn.Module):
                     self.viewed += writes.viewed
             finally:
                 state.restore()
+
+    @contextlib.contextmanager
+    def _copied_weights(self) -> Iterator[None]:
+        """Let parameters that forward writes into be copies of them: gradients pass, and what is written is seen."""
+        held = dict(self.module.named_parameters(remove_duplicate=False)) if self.written_weights else {}
+        copies = {id(held[name]): held[name].clone() for name in self.written_weights}
+        self._weights_now = {name: copies[id(held[name])] for name in self.written_weights}
+        tables = [module._parameters for module in self.module.modules()] if copies else []
+        places = [(table, name, held) for table in tables for name, held in table.items() if id(held) in copies]
+        try:
+            for table, name, parameter in places:
+                table[name] = copies[id(parameter)]  # type: ignore[assignment]
+            yield
+        finally:
+            for table, name, parameter in places:
+                table[name] = parameter
 
     def called(self, tensors: Sequence[torch.Tensor]) -> Any:
         """What the model returns."""

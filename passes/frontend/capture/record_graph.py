@@ -28,7 +28,7 @@ from galvatron_fx.ir.torch_compat.dtensors import DTensor
 from galvatron_fx.ir.torch_compat.tensors import pytree
 from galvatron_fx.ir.torch_compat.tracing import module_of
 from passes.frontend.capture.fake_model import ROOT, FlatModel
-from passes.frontend.capture.trace_again import InputsWritten
+from passes.frontend.capture.trace_again import InputsWritten, WeightsWritten
 
 __all__ = ["merge_tied", "record_graph"]
 
@@ -38,6 +38,7 @@ _CHANGED = ("buffer", "cache")
 def record_graph(graph: fx.GraphModule, flat: FlatModel) -> None:
     """Attach facts to every node and a signature to the graph."""
     inputs = flat.inputs
+    _refuse_written_weights(graph, flat)
     input_ports: list[InputSpec] = []
     parameters = [] if flat.forward_only else flat.named_parameters(remove_duplicate=False)
     trained = {name for name, parameter in parameters if parameter.requires_grad}
@@ -73,6 +74,24 @@ def record_graph(graph: fx.GraphModule, flat: FlatModel) -> None:
         ),
     )
     output.args = (tuple(node for _, node in pairs),)
+
+
+def _refuse_written_weights(graph: fx.GraphModule, flat: FlatModel) -> None:
+    """Raise WeightsWritten for parameters that are trained and that forward writes into, CaptureError where it writes
+    in another way than into a copy of one.
+    """
+    descriptors = [node.meta["desc"] for node in graph.graph.find_nodes(op="placeholder")]
+    outputs = (getattr(descriptor, "output", None) for descriptor in descriptors)
+    targets = (getattr(getattr(output, "mutated_input", None), "target", None) for output in outputs)
+    names = [target.removeprefix(f"{ROOT}.") for target in targets if target is not None]
+    again = [name for name in names if name in flat.written_weights]
+    if again:
+        raise CaptureError(
+            f"forward writes into '{again[0]}', which needs gradients: write into it under torch.no_grad() after the "
+            f"step"
+        )
+    if names:
+        raise WeightsWritten(names)
 
 
 def _caches(graph: fx.GraphModule, flat: FlatModel) -> dict[int, str]:
@@ -173,12 +192,6 @@ def _input_port(
     if kind == "PlainAOTInput":
         return InputSpec("input", str(descriptor.idx), descriptor.idx in trained_inputs)
     if kind == "TangentAOTInput":
-        written = getattr(descriptor.output, "mutated_input", None)
-        if written is not None:
-            raise CaptureError(
-                f"forward writes into '{getattr(written, 'target', written)}', which needs gradients: write into it "
-                f"under torch.no_grad() after the step"
-            )
         return InputSpec("tangent", str(descriptor.output.idx))
     raise CaptureError(f"input '{node.name}' is of a kind that cannot be lowered ({descriptor})")
 

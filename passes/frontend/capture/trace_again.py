@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from galvatron_fx.ir.errors import GalvatronError
 
 __all__ = ["ConstantsCopied", "InputsWritten", "MasksNeeded", "NotAsCompiled"]
-__all__ += ["RowsNotTaken", "RowsOfAll", "StateWritten", "TraceAgain"]
+__all__ += ["RowsNotTaken", "RowsOfAll", "StateWritten", "TraceAgain", "WeightsWritten"]
 
 
 class TraceAgain(Exception):
@@ -24,6 +24,14 @@ class StateWritten(TraceAgain):
 
 class InputsWritten(TraceAgain):
     """Raised where a step of training writes into inputs, which so have to be copied first."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(", ".join(names))
+        self.names = tuple(names)
+
+
+class WeightsWritten(TraceAgain):
+    """Raised where a step of training writes into parameters that it trains: it has to use copies of them."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(", ".join(names))
