@@ -221,7 +221,7 @@ class _Padding:
             self._new[node] = self._filled(node, 0, meta_of(node))
             self._unpadded.discard(node)
             is_zero = True
-        if is_zero:
+        if is_zero and (node in self.shards or meta_of(node).multi_output):  # what has no rows may make some
             self.zero.add(node)
 
     def _rule(self, node: fx.Node) -> OpRule | None:

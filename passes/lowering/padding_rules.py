@@ -26,13 +26,13 @@ LOSS_GRADIENTS = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.defau
 
 _SUMS = (aten.sum.default, aten.sum.dim_IntList)
 
-# Those that add what they are given to something: rows of zeros add nothing.
-_ADDING = (
-    aten.index_add.default,
-    aten.index_put.default,
-    aten.scatter_add.default,
-    aten.index_select_backward.default,
-)
+# Those that add something to something else, and what that is called: rows of zeros add nothing.
+_ADDING: dict[Any, str] = {
+    aten.index_add.default: "source",
+    aten.index_put.default: "values",
+    aten.scatter_add.default: "src",
+    aten.index_select_backward.default: "grad",
+}
 
 # A zero in the first input makes a zero.
 _FROM_FIRST = (
@@ -73,7 +73,8 @@ def counted_inputs(node: fx.Node, with_rows: Collection[fx.Node], zero: Collecti
     if gradients:
         return gradients
     if node.target in _ADDING:
-        return [source for source in candidates if meta_of(source).spec.dtype.is_floating_point]
+        added = _named(node)[_ADDING[node.target]]
+        return [added] if added in with_rows else None
     if is_matmul(node.target):  # type: ignore[arg-type]
         return sorted(candidates, key=lambda source: (source not in zero, meta_of(source).phase == "forward"))[:1]
     return None

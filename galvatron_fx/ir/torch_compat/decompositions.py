@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch._decomp import decomposition_table
+from torch._decomp import decomposition_table, decompositions
 
-__all__ = ["repair_multilabel_margin_loss"]
+__all__ = ["repair_multilabel_margin_loss", "repair_recurrent_dropout"]
 
 _MEAN, _SUM = 1, 2
 
@@ -21,6 +24,45 @@ def repair_multilabel_margin_loss() -> None:
     operator.py_kernels[torch._C.DispatchKey.Autograd] = _multilabel_margin_loss
     operator._dispatch_cache.clear()
     decomposition_table[operator] = _multilabel_margin_loss
+
+
+def repair_recurrent_dropout() -> None:
+    """Have ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` of several layers traced with the dropout between them.
+
+    Torch's decomposition compares the number of layers with that of the layer the wrong way round, and so drops out
+    nothing, in ``torch.compile``, too.
+    """
+    helper: Any = decompositions
+    helper._rnn_helper = _layers_with_dropout(helper._rnn_helper)
+
+
+def _layers_with_dropout(layers_of: Callable[..., tuple[Tensor, list[Any]]]) -> Callable[..., tuple[Tensor, list[Any]]]:
+    """Layers [sequence, batch, width], or batch first, one by one by ``layers_of``, and what comes between them."""
+
+    def layers(
+        x: Tensor,
+        hidden: Any,
+        parameters: Any,
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+        layer: Callable[..., Any],
+    ) -> tuple[Tensor, list[Any]]:
+        directions, ended = 1 + bidirectional, []
+        x = x.transpose(0, 1) if batch_first else x
+        for number in range(num_layers):
+            if number > 0 and train and dropout > 0:
+                x = torch.dropout(x, dropout, train=True)
+            own = slice(number * directions, (number + 1) * directions)
+            options = (has_biases, 1, 0.0, train, bidirectional, False, layer)
+            x, states = layers_of(x, hidden[own], parameters[own], *options)
+            ended += states
+        return x.transpose(0, 1) if batch_first else x, ended
+
+    return layers
 
 
 def _multilabel_margin_loss(scores: Tensor, labels: Tensor, reduction: int) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from passes.frontend.capture.capture import Capture
 from passes.frontend.find_blocks import FindBlocks
 from passes.frontend.functional_random import FunctionalRandom
 from passes.sharding.shard_graph import ShardGraph
-from tests.helpers import DEVICE, axes, simulate, uniform
+from tests.helpers import DEVICE, assert_exact, axes, captured, one_device, simulate, uniform
 
 
 class Applied(nn.Module):
@@ -332,3 +332,27 @@ def test_each_rank_draws_only_its_shard(stack: Traced) -> None:
         if node.target is random_uniform:
             assert node.args[2][0] == 4
             assert meta_of(node).spec.shape == (2, *node.args[2][1:])
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase], layers: int, both_ways: bool) -> None:
+        super().__init__()
+        self.cells = kind(4, 6, layers, dropout=0.5, bidirectional=both_ways, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cells(x)[0].square().mean()
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_drop_out_between_them(kind: type[nn.RNNBase]) -> None:
+    """Torch's decomposition leaves it out, in silence."""
+    model, inputs = Recurrent(kind, 3, both_ways=True).double(), (torch.randn(4, 5, 4, dtype=torch.float64),)
+    graph = captured(model, inputs)
+    assert len(graph.graph.find_nodes(op="call_function", target=random_uniform)) == 2
+    undropped = Recurrent(kind, 3, both_ways=True).double()
+    undropped.cells.dropout = 0.0
+    undropped.load_state_dict(model.state_dict())
+    with_none = one_device(undropped, inputs)
+    dropped = simulate(graph, model, inputs, (2,), uniform(graph, "data"), {})
+    assert (dropped["output 0"] - with_none["output 0"]).abs() > 1e-6
+    assert_exact(simulate(captured(model.eval(), inputs), model, inputs, (2,), uniform(graph, "data"), {}), with_none)

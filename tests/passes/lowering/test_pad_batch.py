@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import expecttest
@@ -84,6 +85,42 @@ class Samples(nn.Module):
         return {"loss": loss + scores.square().mean() + F.smooth_l1_loss(scores, x[..., :3]), "scores": scores}
 
 
+class Centred(nn.Module):
+    """Takes something of all samples off each, and multiplies each by a product of all."""
+
+    def __init__(self, centre: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.centre = nn.Linear(6, 6), nn.Linear(6, 3), centre
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.last(self.centre(self.first(x)).tanh()), y)
+
+
+class Counted(nn.Module):
+    """Weighs classes by their numbers, counted in several ways, and keeps what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("turned", torch.zeros(3, dtype=torch.complex128))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        counts = torch.bincount(y, minlength=3)
+        self.seen += counts.index_add(0, y, torch.ones_like(y)).scatter_add(0, y, 2 * torch.ones_like(y))
+        self.seen.index_put_((y,), 3 * torch.ones_like(y), accumulate=True)
+        self.turned.index_add_(0, y, torch.complex(x[:, 0], x[:, 1]))
+        return F.cross_entropy(self.layer(x), y, weight=1.0 / counts.clamp(min=1).to(x.dtype))
+
+
+CENTRES: dict[str, Callable[[Tensor], Tensor]] = {
+    "means of columns": lambda h: h - h.mean(0, keepdim=True),
+    "sums of columns": lambda h: h + h.sum(0, keepdim=True),
+    "a mean of all": lambda h: h * h.mean(),
+    "a product of all": lambda h: h @ (h.t() @ h),
+}
+
+
 def _samples() -> zoo.Case:
     labels = _ids(7, 5)
     labels[2:, 4] = labels[0, :3] = -100
@@ -101,11 +138,22 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[str, ...], int]
     ),
     "dropout, labels": (_samples, (2, 2), ("zero", "sequence"), 1),
     "batch statistics": (lambda: (Convolutions(), {"image": _noise(3, 3, 8, 8), "label": _ids(3)}), (2,), ("data",), 1),
+    **{
+        name: (
+            partial(lambda centre: (Centred(centre), {"x": _noise(5, 6), "y": _noise(5, 3)}), centre),
+            (2,),
+            ("data",),
+            1,
+        )
+        for name, centre in CENTRES.items()
+    },
+    "counts": (lambda: (Counted(), {"x": _noise(5, 6), "y": _ids(5)}), (2,), ("zero",), 1),
+    "counts in micro-batches": (lambda: (Counted(), {"x": _noise(6, 6), "y": _ids(6)}), (2,), ("data",), 2),
     "experts": (ARCHITECTURES["mixtral"], (3,), ("expert",), 1),
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CASES)
 def test_padded_batches_train_as_one_device_does(name: str) -> None:
     make, sizes, roles, parts = CASES[name]
@@ -139,7 +187,20 @@ class Spread(nn.Module):
         return self.layer(x).sort(0).values[0].sum()
 
 
-@pytest.mark.parametrize("model", [Contrastive(), Spread()])
+class Marked(nn.Module):
+    """Counts rows by a number that has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.index_put_(((x[:, 0] > 0).long(),), torch.ones(()), accumulate=True)
+        return self.layer(x).sum()
+
+
+@pytest.mark.parametrize("model", [Contrastive(), Spread(), Marked()])
 def test_samples_that_depend_on_each_other_are_not_padded(model: nn.Module) -> None:
     with pytest.raises(CoupledSamplesError, match="takes the samples of a batch together"):
         PadBatch(6).run(captured(model, (torch.randn(5, 6),)))
