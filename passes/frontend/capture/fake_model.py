@@ -33,8 +33,10 @@ from passes.frontend.capture.module_state import Change, ModuleState
 from passes.frontend.capture.outside_state import OutsideState
 from passes.frontend.capture.raw_contents import copied_containers
 from passes.frontend.capture.reruns import keep_weights
+from passes.frontend.capture.swallowed_errors import SwallowedErrors
 from passes.frontend.capture.trace_again import MasksNeeded
 from passes.frontend.capture.trace_errors import PickedRows, explained
+from passes.frontend.capture.traced_parameters import TracedParameters
 from passes.frontend.chosen_rows.choice import RowCount, RowTensor
 from passes.frontend.expert_loops.loops import ExpertLoops
 from passes.frontend.expert_loops.picked import OPERATOR
@@ -133,7 +135,8 @@ class FlatModel(nn.Module):
     @contextlib.contextmanager
     def observed(self) -> Iterator[ModuleState]:
         """Let the model run inside, and undo what it does to its attributes, and to what its code names elsewhere."""
-        with self._aliases.tied(), self._outside.without_cache(), self._copied_weights():
+        parameters = TracedParameters(self.module, self.written_weights)
+        with self._aliases.tied(), self._outside.without_cache(), parameters:
             state = ModuleState(self.module, self._outside)
             try:
                 traced = dict(self.module.named_buffers(remove_duplicate=False))
@@ -141,26 +144,11 @@ class FlatModel(nn.Module):
                     KnownReads(traced, self._buffers_now, self.decided_by, self.input_reads) as self._known,
                     AttributeWrites(state.constants, self._aliases.views, self.copies_constants) as writes,
                 ):
+                    self._weights_now = parameters.new
                     yield state
                     self.viewed += writes.viewed
             finally:
                 state.restore()
-
-    @contextlib.contextmanager
-    def _copied_weights(self) -> Iterator[None]:
-        """Let parameters that forward writes into be copies of them: gradients pass, and what is written is seen."""
-        held = dict(self.module.named_parameters(remove_duplicate=False)) if self.written_weights else {}
-        copies = {id(held[name]): held[name].clone() for name in self.written_weights}
-        self._weights_now = {name: copies[id(held[name])] for name in self.written_weights}
-        tables = [module._parameters for module in self.module.modules()] if copies else []
-        places = [(table, name, held) for table in tables for name, held in table.items() if id(held) in copies]
-        try:
-            for table, name, parameter in places:
-                table[name] = copies[id(parameter)]  # type: ignore[assignment]
-            yield
-        finally:
-            for table, name, parameter in places:
-                table[name] = parameter
 
     def called(self, tensors: Sequence[torch.Tensor]) -> Any:
         """What the model returns."""
@@ -186,9 +174,11 @@ class FlatModel(nn.Module):
         writes, checks = MaskedWrites(self._known.knows_mask), self._checks.kept(self._known.refutes)
         scatters = dense_scatters(self._known.chooses_of_each)
         told = not_compiling() if self.is_told_eager else contextlib.nullcontext()
-        packed = packed_sequences()
+        packed, swallowed = packed_sequences(), SwallowedErrors()
         with routed_experts(), packed, scatters, writes, self._rows_of_masks(), checks, self.finite.assumed(), told:
-            returned = self.module(*args, **kwargs)
+            with swallowed:
+                returned = self.module(*args, **kwargs)
+            swallowed.raise_first()
             for leaf in flatten(returned)[0]:
                 if isinstance(leaf, (RowTensor, RowCount)):
                     leaf.choice.refuse("returns rows that a mask chose, or their number")

@@ -1,0 +1,102 @@
+"""What forward asks of its parameters, and slices of containers of them: as in eager, and trained all the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import galvatron_fx
+from galvatron_fx.errors import CaptureError
+from tests.helpers import assert_exact, one_device, simulate, uniform
+
+WIDTH = 4
+X = (torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64),)
+
+
+class Net(nn.Module):
+    """Uses a parameter in the way of the case, and all of them in a penalty beside it."""
+
+    def __init__(self, used: Callable[[Net, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.scale, self.used = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.full((WIDTH,), 0.5)), used
+        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) for _ in range(3))
+        self.named = nn.ParameterDict({name: torch.randn(WIDTH) for name in "ab"})
+
+    def forward(self, x: Tensor) -> Tensor:
+        penalty = sum(parameter.square().sum() for parameter in self.parameters())
+        return self.used(self, self.first(x)).square().mean() + 0.01 * penalty
+
+
+USES: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "isinstance": lambda m, h: h * m.scale if isinstance(m.scale, nn.Parameter) else h,
+    "is_leaf": lambda m, h: h * m.scale if m.scale.is_leaf else h,
+    "grad_fn": lambda m, h: h * m.scale if m.scale.grad_fn is None and h.grad_fn is not None else h,
+    "get_parameter": lambda m, h: h * m.get_parameter("scale"),
+    "slice": lambda m, h: h @ sum(m.weights[1:]),
+    "copy": lambda m, h: h @ sum(copy.copy(m.weights)),
+    "new list": lambda m, h: h @ sum(nn.ParameterList([m.weights[0], m.weights[2]])),
+    "dict": lambda m, h: h * sum((m.named.copy() | {}).values()),
+}
+
+
+@pytest.mark.parametrize("used", USES.values(), ids=USES)
+def test_parameters_are_what_eager_has(used: Callable[[Net, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model = Net(used).double()
+    graph = galvatron_fx.capture(model, X)
+    assert_exact(simulate(graph, model, X, (2,), uniform(graph, "zero"), {}), one_device(model, X))
+
+
+def number(x: Tensor) -> Tensor:
+    return x * float(x.max())
+
+
+def array(x: Tensor) -> Tensor:
+    return x * torch.from_numpy(x.detach().numpy())
+
+
+def checked(x: Tensor) -> Tensor:
+    assert x.isfinite().all() and x.max() < 1e6
+    return x * 2
+
+
+class Caught(nn.Module):
+    """Does something else where the function raises, as eager never does."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        try:
+            x = self.function(x)
+        except Exception:
+            x = torch.zeros_like(x)
+        return (x + self.layer.weight.sum()).sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (number, "turns the value of a tensor into a Python number"),
+        (array, "leaves PyTorch for NumPy"),
+        (checked, "of the value of a tensor"),
+    ],
+)
+def test_what_forward_catches_is_raised_all_the_same(function: Callable[[Tensor], Tensor], said: str) -> None:
+    with pytest.raises(CaptureError, match=said):
+        galvatron_fx.capture(Caught(function).double(), X)
+
+
+def test_errors_of_eager_may_be_caught() -> None:
+    def odd(x: Tensor) -> Tensor:
+        return x @ torch.ones(WIDTH + 1, WIDTH, dtype=x.dtype)
+
+    model = Caught(odd).double()
+    graph = galvatron_fx.capture(model, X)
+    assert_exact(simulate(graph, model, X, (2,), uniform(graph, "data"), {}), one_device(model, X))
