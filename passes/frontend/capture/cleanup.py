@@ -44,6 +44,7 @@ class CleanGraph:
     """Remove no-ops, so that costs, blocks and rules see computation only.
 
     Rewrite: ``y = detach(x); z = mul(y, 2)`` -> ``z = mul(x, 2)``;
+    ``y = add(x, 0); z = mul(y, 2)`` -> ``z = mul(x, 2)``;
     ``y = cat([empty, x], -2); z = mul(y, 2)`` -> ``z = mul(x, 2)`` (``empty``: a new cache, of shape (0,));
     ``y = t(x); z = t(y); w = mul(z, 2)`` -> ``w = mul(x, 2)``, so that gradients lie as their weights do;
     ``y = new_zeros(x, size)`` -> ``y = full(size, 0)``, which neither keeps ``x`` nor asks how it is sharded;
@@ -141,6 +142,8 @@ def _is_noop(node: fx.Node) -> bool:
         return False
     if node.target is aten._to_copy.default:
         return meta_of(node).spec.dtype == meta_of(node.args[0]).spec.dtype and "device" not in node.kwargs
+    if node.target is aten.add.Tensor and node.args[1] == 0:  # what sum() and "loss = 0" begin with
+        return meta_of(node).spec.dtype == meta_of(node.args[0]).spec.dtype
     same_shape_is_noop = (aten.slice.Tensor, aten.view.default, aten._unsafe_view.default, aten.expand.default)
     if node.target in same_shape_is_noop:
         return meta_of(node).spec.shape == meta_of(node.args[0]).spec.shape

@@ -230,7 +230,8 @@ class FlatModel(nn.Module):
 
     def _may_ask(self, mask: torch.Tensor) -> bool:
         """Whether code that asks if a mask chooses rows may go on as if it does; of masks of inputs it decides."""
-        return self.answers_asks and not self._known.knows_mask(mask)
+        decides = self._known.knows_mask(mask) and not self._known.is_of_floats(mask)
+        return self.answers_asks and not decides
 
     def _ask_for_counts(self, masked: MaskedRows, error: Exception) -> None:
         """Note at which lines it helps to know how many rows a mask chooses, where inputs say so."""

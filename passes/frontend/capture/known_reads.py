@@ -34,6 +34,7 @@ _MOST_OF_BUFFER = 4096  # elements, whose values are remembered
 _MOST_ELEMENTS = 2**16  # of a tensor that is as long as values of inputs say
 _MOST_NUMBERS = 1024  # that are read of inputs: sizes of images and the like, and hardly a batch of token ids
 _READS = ("bool", "complex", "contains", "equal", "float", "format", "index", "int", "item", "tolist")
+_CHOOSE = ("combinations",)
 _NOT_EACH = -1  # in the place of a number of rows
 _MAKERS = (torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros)
 
@@ -132,8 +133,8 @@ class KnownReads(TorchFunctionMode):
             args, kwargs = self._with_numbers(args, kwargs, error)
             result = func(*args, **kwargs)
         except DynamicOutputShapeException as error:
-            # Rows that a mask chooses are kept otherwise: nothing is asked for them.
-            if "nonzero" in str(error) or "masked_select" in str(error):
+            # Rows that a mask chooses are kept otherwise, but where a function chooses its own: nothing is asked for.
+            if base_name(func) not in _CHOOSE and ("nonzero" in str(error) or "masked_select" in str(error)):
                 raise
             result = self._constants(self._read(func, args, kwargs, sources, error))
         names = tuple(dict.fromkeys(name for source in sources for name in source.names))
@@ -269,11 +270,12 @@ class KnownReads(TorchFunctionMode):
             computation = self._computation(function, (mask,), {})
             if computation.inputs:
                 self._inputs.decisions.append(Decision(computation, plain(self._computed(computation)), "rows", line))
-        if self._is_of_floats(mask):
+        if self.is_of_floats(mask):
             value = torch.tensor(self.value(function, mask))
             torch._check_tensor_all(torch.stack(pytree.tree_leaves(function(mask))) == value)
 
-    def _is_of_floats(self, mask: Tensor) -> bool:
+    def is_of_floats(self, mask: Tensor) -> bool:
+        """Whether a mask is made of inputs of floating-point numbers, by whose values nothing is decided."""
         return self._of_floats({name for source in self._sources(mask) or () for name in source.names})
 
     def chooses_of_each(self, mask: Tensor, count: float) -> bool:
@@ -294,7 +296,7 @@ class KnownReads(TorchFunctionMode):
     def _count_of_each(self, mask: Tensor, suits: Callable[[int], bool]) -> int | None:
         if not self._inputs.may_tell_samples_apart or self._inputs.may_read.inputs:
             return None
-        if not self.knows_mask(mask) or self._is_of_floats(mask):
+        if not self.knows_mask(mask) or self.is_of_floats(mask):
             return None
         line = described_frame(calling_frame())
         if not self._is_example:

@@ -35,7 +35,7 @@ _FOR_EACH_ROW = (
     *("linear", "matmul", "mm", "bmm", "baddbmm", "embedding", "one_hot", "dropout", "layer_norm", "rms_norm"),
     *("einsum", "masked_fill", "where", "clamp", "gelu", "relu", "silu", "mish", "hardswish", "relu6"),
     *("leaky_relu", "elu", "selu", "celu", "softplus", "logsigmoid", "hardtanh", "prelu", "threshold"),
-    *("softsign", "tanhshrink"),
+    *("softsign", "tanhshrink", "pad"),
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"),
     *("binary_cross_entropy_with_logits", "gaussian_nll_loss", "poisson_nll_loss"),
 )
@@ -86,6 +86,9 @@ def reduced_dims(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], ndim
         normalized = args[1] if len(args) > 1 else kwargs["normalized_shape"]
         count = 1 if isinstance(normalized, int) else len(normalized)
         return tuple(range(ndim - count, ndim))
+    if name == "pad":
+        given = args[1] if len(args) > 1 else kwargs["pad"]
+        return tuple(ndim - 1 - at for at in range(len(given) // 2) if any(given[2 * at : 2 * at + 2]))
     if name not in _DIMS or (name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor)):
         return None
     place, default = _DIMS[name]

@@ -70,6 +70,13 @@ def at_least_one(y: Tensor, x: Tensor, mask: Tensor) -> Tensor:
     return y[found].sum() / max(len(found), 1) + y.sum() * max(1, len(found)) + y.mean() * max(found.numel(), 3)
 
 
+def test_masks_of_floating_point_inputs_may_be_asked_for() -> None:
+    """By whose values nothing is decided, other than by those of whole numbers."""
+    model, some = Uses(asks_before), rows()
+    graph = captured(model, (some,))
+    assert_exact(simulate(graph, model, (some,), (2,), uniform(graph, "data"), {}), one_device(model, (some,)))
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "code",

@@ -43,11 +43,22 @@ def _transposed(build: Builder, x: fx.Node, *dims: tuple[int, int]) -> fx.Node:
         lambda b, x: b.call(aten._to_copy.default, x, dtype=torch.float64),
         lambda b, x: b.call(aten.view.default, x, [2, 3, 4]),
         lambda b, x: b.call(aten.cat.default, [x], 1),
+        lambda b, x: b.call(aten.add.Tensor, x, 0),
         lambda b, x: _transposed(b, x, (1, 2), (1, 2)),
         lambda b, x: _transposed(b, x, (1, 2), (-1, -2)),
         lambda b, x: _transposed(b, x, (0, 1), (1, 2), (2, 1), (0, 1)),
     ],
-    ids=["detached", "cloned", "no cast", "same view", "cat of one", "there and back", "by negative dims", "nested"],
+    ids=[
+        "detached",
+        "cloned",
+        "no cast",
+        "same view",
+        "cat of one",
+        "nothing added",
+        "there and back",
+        "by negative dims",
+        "nested",
+    ],
 )
 def test_what_computes_nothing_goes(write: Written) -> None:
     assert left(write) == []

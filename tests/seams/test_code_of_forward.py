@@ -1,4 +1,4 @@
-"""What forward asks of its parameters, and slices of containers of them: as in eager, and trained all the same."""
+"""What forward asks of its parameters and of constants, and errors that it catches: as in eager, or an error."""
 
 from __future__ import annotations
 
@@ -98,5 +98,22 @@ def test_errors_of_eager_may_be_caught() -> None:
         return x @ torch.ones(WIDTH + 1, WIDTH, dtype=x.dtype)
 
     model = Caught(odd).double()
+    graph = galvatron_fx.capture(model, X)
+    assert_exact(simulate(graph, model, X, (2,), uniform(graph, "data"), {}), one_device(model, X))
+
+
+def test_pairs_of_constants_are_constants() -> None:
+    """Torch chooses them by a mask of its own."""
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x, (i, j) = self.layer(x), torch.combinations(torch.arange(WIDTH), 2).unbind(1)
+            return (x[:, i] * x[:, j]).mean()
+
+    model = Pairs().double()
     graph = galvatron_fx.capture(model, X)
     assert_exact(simulate(graph, model, X, (2,), uniform(graph, "data"), {}), one_device(model, X))
