@@ -55,6 +55,10 @@ def number(x: Tensor) -> Tensor:
     return x * float(x.max())
 
 
+def listed(x: Tensor) -> Tensor:
+    return x * sum(x.flatten().tolist())
+
+
 def array(x: Tensor) -> Tensor:
     return x * torch.from_numpy(x.detach().numpy())
 
@@ -84,6 +88,7 @@ class Caught(nn.Module):
     ("function", "said"),
     [
         (number, "turns the value of a tensor into a Python number"),
+        (listed, "turns the values of a tensor into Python numbers"),
         (array, "leaves PyTorch for NumPy"),
         (checked, "of the value of a tensor"),
     ],

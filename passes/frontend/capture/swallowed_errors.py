@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Self
 
 from torch.overrides import TorchFunctionMode
 
 from galvatron_fx.ir.errors import GalvatronError
-from galvatron_fx.ir.torch_compat.tracing import DataDependentOutputException, DynamicOutputShapeException
+from galvatron_fx.ir.torch_compat.tracing import TRACED, DataDependentOutputException, DynamicOutputShapeException
 from passes.frontend.capture.trace_again import TraceAgain
 from passes.frontend.capture.trace_errors import PickedRows
 from passes.frontend.chosen_rows.functions import base_name
 from passes.frontend.masked_rows.selection import RowsUnknown
+from passes.frontend.replaced_functions import replaced
 
 __all__ = ["SwallowedErrors"]
 
@@ -29,17 +32,40 @@ class SwallowedErrors(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._first: BaseException | None = None
+        self._lists_one = False
+
+    def __enter__(self) -> Self:
+        self._lists = replaced([(kind, "tolist", self._lister(kind.tolist)) for kind in TRACED])  # no mode sees it
+        self._lists.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._lists.__exit__(None, None, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             return func(*args, **(kwargs or {}))
-        except (*_OF_TRACES, TraceAgain) as error:
-            self._first = self._first or error
-            raise
         except Exception as error:
-            if base_name(func) in _LEAVE_TORCH:
+            is_told = isinstance(error, (*_OF_TRACES, TraceAgain)) or base_name(func) in _LEAVE_TORCH
+            if is_told and not self._lists_one:
                 self._first = self._first or error
             raise
+
+    def _lister(self, tolist: Any) -> Callable[[Any], Any]:
+        @wraps(tolist)  # modes go by its name
+        def listed(tensor: Any) -> Any:
+            self._lists_one = True  # functions in the place of this one handle what reading its numbers raises
+            try:
+                return tolist(tensor)
+            except _OF_TRACES as error:
+                self._first = self._first or error
+                raise
+            finally:
+                self._lists_one = False
+
+        return listed
 
     def raise_first(self) -> None:
         """Raise the first of them, when forward is over all the same."""
