@@ -15,12 +15,14 @@ from galvatron_fx._version import __version__ as __version__
 if TYPE_CHECKING:
     from cost_models.graph_cost import GraphCost, graph_cost
     from galvatron_fx import errors as errors
+    from galvatron_fx import optim as optim
     from galvatron_fx.api import capture, compile, plan
     from galvatron_fx.batch_search import plan_batch
     from galvatron_fx.captured import Captured
     from galvatron_fx.checking.check import check
     from galvatron_fx.checking.report import CheckReport
     from galvatron_fx.checkpoint import Checkpointer
+    from galvatron_fx.estimating import estimate
     from galvatron_fx.explaining import explain
     from galvatron_fx.ir.cluster.cluster import Cluster
     from galvatron_fx.ir.plan.pipelining import Pipelining
@@ -64,12 +66,14 @@ __all__ = [
     "check",
     "compile",
     "errors",
+    "estimate",
     "explain",
     "gather",
     "gather_batch",
     "graph_cost",
     "load_weights",
     "measure_cluster",
+    "optim",
     "own_rows",
     "plan",
     "plan_batch",
@@ -100,6 +104,7 @@ _HOMES = {
     "capture": "galvatron_fx.api",
     "check": "galvatron_fx.checking.check",
     "compile": "galvatron_fx.api",
+    "estimate": "galvatron_fx.estimating",
     "explain": "galvatron_fx.explaining",
     "gather": "galvatron_fx.weights",
     "gather_batch": "galvatron_fx.runtime.gathered_batch",
@@ -120,8 +125,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     """Load the public name ``name`` from its home; raises AttributeError for any other name."""
-    if name == "errors":
-        return importlib.import_module("galvatron_fx.errors")
+    if name in ("errors", "optim"):
+        return importlib.import_module(f"galvatron_fx.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; the public names are {__all__}")
     value: object = getattr(importlib.import_module(_HOMES[name]), name)

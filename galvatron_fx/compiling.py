@@ -116,8 +116,13 @@ def compile_model(model: nn.Module, inputs: FlatInputs, options: CompileOptions)
     with without_autocast(options.mesh.device_type):
         whole = _global_batch(inputs, options)
         plans, graph = _agreed_plans(model, inputs if options.is_local else whole, whole, options)
-        if options.batch != "global":
-            _refuse_rows_elsewhere(graph, options.batch)
+        elsewhere = _rows_elsewhere(graph)
+        if options.batch != "global" and elsewhere:
+            raise InputError(
+                f"batch='{options.batch}' puts the ranks' inputs together along their first dim, and {elsewhere}: give "
+                f"the global batch (batch='global'), which galvatron_fx.gather_batch makes along other dims, or inputs "
+                f"that have the batch first"
+            )
         assembly = _Assembly(model, Recipe(whole, graph, options, Members.every()))
         plan = plans[0] if options.tune_seconds is None else _tuned(plans, assembly, inputs, options.tune_seconds)
         return assembly.module(plan)
@@ -142,17 +147,14 @@ def _tuned(plans: tuple[Plan, ...], assembly: _Assembly, inputs: FlatInputs, sec
     return tune(plans, assembly.module, steps, seconds, session.watch)
 
 
-def _refuse_rows_elsewhere(graph: fx.GraphModule, batch: Batch) -> None:
-    """Raise InputError where the batch is not the first dim of an input: rows of ranks are put together there."""
+def _rows_elsewhere(graph: fx.GraphModule) -> str:
+    """Where an input has its batch, if that is not its first dim; "" where all have it there."""
     for port, node in ports(graph):
         dim = meta_of(node).spec.dim_of(BATCH) if port.kind == "input" else None
         if dim:
             name = signature(graph).input_spec.tensor_names[int(port.name)].strip("[]'")
-            raise InputError(
-                f"batch='{batch}' puts the ranks' inputs together along their first dim, and the batch of {name} is "
-                f"dim {dim}: give the global batch (batch='global'), which galvatron_fx.gather_batch makes along other "
-                f"dims, or inputs that have the batch first"
-            )
+            return f"the batch of {name} is dim {dim}"
+    return ""
 
 
 def compile_captured(
@@ -285,6 +287,7 @@ class Recipe:
             options.seed,
             late,
             options.batch,
+            _rows_elsewhere(self.graph),
             options.compare_batches,
             _copies(binder),
             options.session.control.runs,

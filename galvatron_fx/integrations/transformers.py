@@ -138,10 +138,20 @@ class GalvatronMixin:
         self._compile(train_dataloader, self._trainer._train_batch_size)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
 
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's, of the compiled model."""
-        self._compile(dataloader, self._trainer.args.per_device_eval_batch_size)
-        return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
+    def evaluation_loop(
+        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As Trainer's, of the compiled model; InputError under a plan with stages for outputs beside the loss."""
+        own = self._trainer.args
+        self._compile(dataloader, own.per_device_eval_batch_size)
+        wants_outputs = not (own.prediction_loss_only if prediction_loss_only is None else prediction_loss_only)
+        if wants_outputs and self._trainer.model.plan.pipelining.num_stages > 1:
+            raise InputError(
+                f"{description.lower()} wants outputs beside the loss, which under a plan with stages the ranks of one "
+                f"stage have: TrainingArguments(prediction_loss_only=True) takes the loss alone, or plan with "
+                f"galvatron={{'num_stages': 1}}"
+            )
+        return super().evaluation_loop(dataloader, description, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Count the labels of all processes, as the loss is that of all of them."""

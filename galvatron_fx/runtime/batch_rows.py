@@ -71,7 +71,8 @@ class BatchRows:
 
     ``mesh``: the lowering mesh (of one stage); ``members``: the ranks of the whole; ``read``: of the program compiled
     for the example inputs; ``names``: of these inputs; ``batch``: what every rank always brings. Of rows of its own,
-    the batch is those of all ranks, one rank after the other.
+    the batch is those of all ranks, one rank after the other. ``elsewhere``: which input has its batch in another dim
+    than the first, where its rows are not to be had.
     """
 
     mesh: DeviceMesh
@@ -79,6 +80,7 @@ class BatchRows:
     read: RowsRead
     names: tuple[str, ...]
     batch: Batch = "global"
+    elsewhere: str = ""
     _exchanges: dict[tuple[RowsRead, int], RowExchange] = field(default_factory=dict, repr=False)
 
     @property
@@ -98,6 +100,21 @@ class BatchRows:
             return _rows_of(self.members.index, self.size // self.members.size)
         return tuple(self._of_rank[int(self._numbers[self._place])].tolist())
 
+    @property
+    def listed(self) -> tuple[int, ...]:
+        """The same for whoever brings them. Raises InputError as :meth:`require_first`."""
+        self.require_first()
+        return self.own
+
+    def require_first(self) -> None:
+        """Raise InputError where the rows of an input are not along its first dim."""
+        if self.elsewhere:
+            raise InputError(
+                f"batch_rows and own_rows are of batches in the first dim, and {self.elsewhere}: pass the whole batch, "
+                f"the same on every rank (galvatron_fx.gather_batch puts it together along other dims), or let inputs "
+                f"have the batch first"
+            )
+
     def brought(self, inputs: FlatInputs) -> tuple[int, ...]:
         """Where the rows that this rank brings lie in the global batch; ``inputs``: as each rank brings its own."""
         return self._local(inputs.tensor_names, inputs.tensors)[0]
@@ -114,6 +131,8 @@ class BatchRows:
             raise InputError(
                 f"own_rows: the module takes each rank's own batch already (batch='{self.batch}'): pass it as it is"
             )
+        if marked:
+            self.require_first()
         if self.is_local:
             rows, spread = self._local(names, tensors)
             size = len(rows) * self.members.size

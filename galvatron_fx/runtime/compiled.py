@@ -41,6 +41,7 @@ class Compiled:
     the original is; ``tensors``: parameters and buffers of this rank by original name;
     ``persistent``: whether each buffer belongs to the state dict; ``seed``: of dropout;
     ``late``: who notices what is done to the original from now on; ``batch``: which rows each rank brings;
+    ``rows_elsewhere``: which input has its batch in another dim than the first, "" where none has;
     ``compare_batches``: how often ranks compare theirs; ``copies``: None without stages; ``pass_runs``:
     of all passes so far; ``axes_of_dim``: of the cluster, for each dim of ``mesh``; ``recipe``: what
     :func:`galvatron_fx.replan` makes it anew of.
@@ -58,6 +59,7 @@ class Compiled:
     seed: int
     late: LateChanges
     batch: Batch
+    rows_elsewhere: str
     compare_batches: int
     copies: StageCopies | None
     pass_runs: Sequence[PassRun]

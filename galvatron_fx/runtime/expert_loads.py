@@ -211,6 +211,8 @@ class KeptCounts:
             alone = all(is_routed(p) or a.coordinate == 0 for p, a in zip(record.placements[0], axes, strict=True))
             name, order = record.module or f"block {block}", (self.orders.layers or {}).get(record.module)
             values = _counts(node)
+            if not values:  # rows that a mask chooses are put back where they were, and nobody counts them
+                continue
             exchanged = None if node.target is route else _room(node, values[0])
             layer = self.layers[place] = CountsKeeper(name, self.calls, exchanged, alone, order)
             with graph.graph.inserting_after(max(values)):
@@ -262,10 +264,14 @@ def _room(node: fx.Node, counts: fx.Node) -> Room:
 
 
 def _counts(node: fx.Node) -> list[fx.Node]:
-    """The rows of each expert, or the ends of them in the order of experts; and of an exchange those of all ranks."""
+    """The rows of each expert, or the ends of them in the order of experts; and of an exchange those of all ranks. None
+    where the graph does not read them.
+    """
     source = node if node.target is route else node.args[0].args[0]  # type: ignore[union-attr]
     position = 2 if node.target is route else 1
-    counts = next(user for user in source.users if user.args[1] == position)  # type: ignore[union-attr]
+    counts = next((user for user in source.users if user.args[1] == position), None)  # type: ignore[union-attr]
+    if counts is None:
+        return []
     return [counts] if node.target is route else [counts, node.args[1]]  # type: ignore[list-item]
 
 

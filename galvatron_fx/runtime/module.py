@@ -277,11 +277,11 @@ class DistributedGraphModule(WithExperts):
     def batch_rows(self) -> tuple[int, ...]:
         """The rows of the global batch that this rank computes, ascending: what :func:`galvatron_fx.own_rows` is for.
 
-        All of them where the plan does not split the batch; stages of one model share rows. With ``batch="local"`` they
-        are the rows that this rank brings. They are those of batches as large as the example inputs.
+        All of them where the plan does not split the batch; stages of one model share rows. With ``batch="local"``:
+        what this rank brings. Of batches as large as the example inputs; InputError where they are not the first dim.
         """
         self._require_member()
-        return self._rows.own
+        return self._rows.listed
 
     def rows_of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
         """The rows of the global batch that this rank brings to a call with these arguments, as many as the others."""

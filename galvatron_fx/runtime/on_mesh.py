@@ -87,7 +87,8 @@ class OnMesh(LikeOriginal):
         self._flags = tuple(trains and made_for.trained.get(name, True) for name in self._held)
         device, members = self.mesh.device_type, self._members
         names = compiled.inputs.tensor_names
-        self._rows = BatchRows(self.mesh, members, compiled.program.read, names, compiled.batch)
+        read, elsewhere = compiled.program.read, compiled.rows_elsewhere
+        self._rows = BatchRows(self.mesh, members, read, names, compiled.batch, elsewhere)
         self._comparison = BatchComparison(compiled.compare_batches, device, self._rows.is_local, members)
         self._copies = CopyComparison(device, members)
         self._programs = Programs()

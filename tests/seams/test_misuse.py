@@ -112,6 +112,11 @@ def test_rows_of_ranks_where_the_batch_is_not_first(mesh: DeviceMesh) -> None:
     model = nn.TransformerEncoderLayer(8, 2, 16)
     with pytest.raises(InputError, match=r"batch='local' .* the batch of 0 is dim 1: give the global batch"):
         galvatron_fx.compile(model, mesh, (torch.randn(6, 4, 8),), batch="local")
+    compiled = galvatron_fx.compile(model, mesh, (torch.randn(6, 4, 8),), plan=Plan.uniform((1,), ("data",)))
+    with pytest.raises(InputError, match=r"batches in the first dim, and the batch of 0 is dim 1: pass the whole"):
+        _ = compiled.batch_rows
+    with pytest.raises(InputError, match=r"batches in the first dim, and the batch of 0 is dim 1: pass the whole"):
+        compiled(own_rows(torch.randn(6, 4, 8)))
 
 
 def test_compile(mesh: DeviceMesh) -> None:
