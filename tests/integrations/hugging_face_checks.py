@@ -158,6 +158,7 @@ def trainer_trains_and_resumes(mesh: DeviceMesh) -> None:
     same(logged(second, "loss")[-1], losses[-1])
     for name, parameter in second.model.named_parameters():
         same(parameter, plain.get_parameter(name))
+    refused(lambda: second.predict(rows), "prediction wants outputs beside the loss")
     dist.barrier()
     saved = LlamaForCausalLM.from_pretrained(FOLDER / "saved", dtype=torch.float64)
     for name, parameter in saved.named_parameters():
