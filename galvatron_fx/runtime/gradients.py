@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from galvatron_fx.ir.errors import InputError
+from galvatron_fx.ir.torch_compat.dtensor_operators import NOT_SCALED
 from galvatron_fx.runtime.dtensor_views import lie_like, local_part
 from galvatron_fx.runtime.host_parameters import gradient_on_host, is_on_host
 from galvatron_fx.runtime.stage_tensors import as_stage_tensor
@@ -25,6 +26,7 @@ def accumulate(name: str, parameter: Tensor, local: Tensor) -> None:
     held = parameter.grad
     if held is None:
         parameter.grad = gradient_of(parameter, local)
+        setattr(parameter.grad, NOT_SCALED, True)
     else:
         _refuse_others(name, parameter, held)
         local_part(held).add_(local)

@@ -80,6 +80,17 @@ def test_a_scaler_scales_the_loss(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(compiled.get_parameter(name).full_tensor(), parameter, rtol=1e-10, atol=1e-12)
 
 
+def test_a_scaler_does_not_divide_what_it_did_not_scale(mesh: DeviceMesh) -> None:
+    compiled, _ = pair(mesh)
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(compiled.forward_backward(**batch())["loss"])
+    with pytest.raises(
+        InputError, match=r"GradScaler divides gradients that forward_backward made.*bfloat16 needs none"
+    ):
+        scaler.step(optimizer)
+
+
 # ---- optimizers ----
 
 

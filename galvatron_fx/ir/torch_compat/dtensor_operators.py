@@ -16,7 +16,7 @@ from galvatron_fx.ir.errors import InputError
 from galvatron_fx.ir.torch_compat.dtensor_writes import mend_dtensor_writes, whole_argument
 from galvatron_fx.ir.torch_compat.dtensors import STAGES_DIM, add_up_whole_norms, reduce_all_dims, replicated
 
-__all__ = ["mend_dtensor_operators"]
+__all__ = ["NOT_SCALED", "mend_dtensor_operators"]
 
 _DRAWS = (
     "bernoulli_.float", "cauchy_.default", "exponential_.default", "geometric_.default", "log_normal_.default",
@@ -77,6 +77,10 @@ def mend_dtensor_operators() -> None:
         handlers[getattr(torch.ops.c10d, name).default] = _refuse_collective
 
 
+NOT_SCALED = "of_forward_backward"
+"""The attribute of gradients that no ``GradScaler`` has scaled."""
+
+
 def _look_for_infinities_in_all_shards(
     torch_handler: Any, op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
@@ -84,8 +88,13 @@ def _look_for_infinities_in_all_shards(
     gradients that lie otherwise one rank would take a step that another skips. Ranks of other stages, along the dim
     ``STAGES_DIM`` of the mesh that theirs is cut from, are asked as well.
     """
+    gradients, any_infinite, inverse_scale = args
+    if any(hasattr(gradient, NOT_SCALED) for gradient in gradients) and float(inverse_scale) != 1.0:
+        raise InputError(
+            "a GradScaler divides gradients that forward_backward made, which are of the loss as the model returns it: "
+            "call the model and scaler.scale(loss).backward(), or leave the scaler out (bfloat16 needs none)"
+        )
     torch_handler(op_call, args, kwargs)
-    gradients, any_infinite = args[0], args[1]
     split = ((g.device_mesh, dim) for g in gradients for dim, p in enumerate(g.placements) if not p.is_replicate())
     for mesh, dim in dict.fromkeys(split):
         dist.all_reduce(any_infinite, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
