@@ -49,7 +49,7 @@ from galvatron_fx.runtime.members import Members
 from galvatron_fx.runtime.module import DistributedGraphModule
 from galvatron_fx.runtime.one_at_a_time import refuse_autocast, without_autocast
 from galvatron_fx.runtime.optimizer_states import watch_states
-from galvatron_fx.runtime.original import LateChanges, check_hooks, watch_constants, watch_optimizers
+from galvatron_fx.runtime.original import LateChanges, check_hooks, watch_constants, watch_loops, watch_optimizers
 from galvatron_fx.runtime.program import Program
 from galvatron_fx.runtime.same_weights import describe_constants, describe_model, unlike_tensors
 from galvatron_fx.runtime.staged_program import StagedProgram
@@ -333,6 +333,7 @@ class _Assembly:
             tensors = materialize(model, binder.mesh, homes, seed, elsewhere, unlike, on_host)
             module = DistributedGraphModule(recipe.compiled(plan, bound, skeleton, tensors, LateChanges(model)))
         watch_optimizers(model)
+        watch_loops(module, model)
         watch_constants(recipe.graph)
         recipe.watch(module, bound)
         mend_dtensor_operators()

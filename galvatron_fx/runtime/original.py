@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -17,12 +17,14 @@ from galvatron_fx.ir.errors import InputError
 from galvatron_fx.runtime.hooks import backward_hooks_of_all, forward_hooks_of_all, hook_name
 from galvatron_fx.runtime.stage_tensors import refuse_whole_model
 
-__all__ = ["LateChanges", "check_hooks", "watch_constants", "watch_moved", "watch_optimizers"]
+__all__ = ["LateChanges", "check_hooks", "watch_constants", "watch_loops", "watch_moved", "watch_optimizers"]
 
 _REMEDY = "return what it wants from the model's forward, or hook the compiled model itself or its parameters"
 
 # What models that were compiled do not train, by id: the tensor, its model's number, what is wrong with updating it.
 _ORIGINALS: dict[int, tuple[weakref.ref[Tensor] | None, int, str]] = {}
+# Parameters of compiled models, by id, and the model that each was compiled of.
+_COMPILED: dict[int, tuple[weakref.ref[Tensor], weakref.ref[nn.Module]]] = {}
 _NONE = None, 0, ""
 _FIRST, _EVERY = 3, 100  # calls of the compiled model
 
@@ -50,6 +52,15 @@ def watch_moved(model: nn.Module) -> None:
             f"holds parameters that the model had on another mesh ('{name}'), and would train nothing: give it to "
             f"galvatron_fx.replan(model, mesh, optimizer=...), or build it from the parameters() of now",
         )
+
+
+def watch_loops(compiled: nn.Module, model: nn.Module) -> None:
+    """Have an optimizer of ``compiled`` raise InputError at a step before which ``model``, which that was compiled of,
+    was differentiated in its place.
+    """
+    for parameter in compiled.parameters():
+        gone = partial(_drop, _COMPILED, id(parameter))
+        _COMPILED[id(parameter)] = weakref.ref(parameter, gone), weakref.ref(model)
 
 
 def watch_constants(graph: fx.GraphModule) -> None:
@@ -112,7 +123,8 @@ def _warn_of_hooks_of_all(hooks: Iterable[Callable[..., Any]]) -> None:
 
 def _watch(tensor: Tensor, model: nn.Module, reason: str) -> None:
     _register()
-    _ORIGINALS[id(tensor)] = weakref.ref(tensor, _forget(id(tensor))), id(model), reason
+    gone = partial(_drop, _ORIGINALS, id(tensor))
+    _ORIGINALS[id(tensor)] = weakref.ref(tensor, gone), id(model), reason
 
 
 @cache
@@ -120,17 +132,33 @@ def _register() -> None:
     register_optimizer_step_pre_hook(_check)
 
 
-def _forget(key: int) -> Any:
-    return lambda _: _ORIGINALS.pop(key, None)
+def _drop(table: dict[int, Any], key: int, _: object) -> None:
+    table.pop(key, None)
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     refuse_whole_model(optimizer)
+    _refuse_loops_of_originals(optimizer)
     originals = list(_originals(optimizer))
     trained = {number for parameter, number, _ in originals if parameter.grad is not None}
     for _, number, reason in originals:
         if number not in trained:
             raise InputError(f"this {type(optimizer).__name__} {reason}")
+
+
+def _refuse_loops_of_originals(optimizer: Optimizer) -> None:
+    parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(parameter.grad is not None for parameter in parameters):
+        return
+    for parameter in parameters:
+        compiled, original = _COMPILED.get(id(parameter), (None, None))
+        model = original() if original is not None and compiled is not None and compiled() is parameter else None
+        if model is not None and any(p.grad is not None for p in model.parameters()):
+            raise InputError(
+                f"this {type(optimizer).__name__} updates a compiled model, none of whose parameters has a gradient, "
+                f"and the model that it was compiled of has some: call what compile returned in the loop, and "
+                f"backward() on its loss"
+            )
 
 
 def _originals(optimizer: Optimizer) -> Iterator[tuple[Tensor, int, str]]:

@@ -382,6 +382,19 @@ def test_an_optimizer_built_before_compile_is_refused(mesh: DeviceMesh) -> None:
     torch.optim.AdamW(compiled.parameters()).step()
 
 
+def test_a_loop_that_calls_the_original_is_refused(mesh: DeviceMesh) -> None:
+    """It would go on, and train nothing."""
+    plain = Net(with_logits).double()
+    compiled = galvatron_fx.compile(plain, mesh, batch(), plan=Plan.uniform((1,), ("data",)))
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    optimizer.step()  # before any gradient, as schedulers are warmed up
+    plain(**batch())["loss"].backward()
+    with pytest.raises(InputError, match="SGD updates a compiled model, none of .* call what compile returned"):
+        optimizer.step()
+    compiled(**batch())["loss"].backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("register, error", [
     (lambda m: m.up.register_full_backward_hook(lambda *_: None), "module 'up' has a backward hook"),
     (lambda m: m.up.weight.register_hook(lambda _: None), "parameter 'up.weight' has a hook"),
