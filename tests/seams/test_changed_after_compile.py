@@ -389,7 +389,7 @@ def test_a_loop_that_calls_the_original_is_refused(mesh: DeviceMesh) -> None:
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
     optimizer.step()  # before any gradient, as schedulers are warmed up
     plain(**batch())["loss"].backward()
-    with pytest.raises(InputError, match="SGD updates a compiled model, none of .* call what compile returned"):
+    with pytest.raises(InputError, match=r"SGD updates a compiled model, none of .* call what compile returned"):
         optimizer.step()
     compiled(**batch())["loss"].backward()
     optimizer.step()
