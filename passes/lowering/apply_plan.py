@@ -205,13 +205,21 @@ def warn_uneven_batch(plan: Plan, graph: fx.GraphModule) -> None:
 
 
 def check_batch(plan: Plan, graph: fx.GraphModule) -> None:
-    """Refuse a plan that gives a rank no sample of a micro-batch, and cannot pad the batch. Raises PlanError naming the
-    block.
+    """Refuse a plan whose micro-batches do not divide the batch, or that gives a rank no sample of one, where the batch
+    cannot be padded. Raises PlanError, naming the block where it is one that does.
     """
     symbols = graph.meta.get("symbols")
     if symbols is None:
         return
     parts = plan.pipelining.num_microbatches
+    if symbols.batch % parts:
+        try:
+            padded(graph, computed_batch(plan, graph))
+        except CoupledSamplesError as error:
+            raise PlanError(
+                f"{parts} micro-batches do not divide a batch of {symbols.batch}, and it cannot be padded: {error}. "
+                f"Give a batch that they divide, if samples do not depend on each other, or use num_microbatches=1"
+            ) from None
     for index, strategy in enumerate(expand(plan, num_blocks(graph))):
         ranks = batch_ranks(strategy, plan.axis_sizes)
         if ranks > symbols.batch // parts:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import galvatron_fx
 from galvatron_fx import Cluster, Plan
+from galvatron_fx.errors import PlanError
 from galvatron_fx.ir.plan.pipelining import Pipelining
 from passes.lowering.pad_batch import CoupledSamplesError, PadBatch
 from passes.lowering.padded_batch import larger_batches, padded_size
@@ -204,6 +205,12 @@ class Marked(nn.Module):
 def test_samples_that_depend_on_each_other_are_not_padded(model: nn.Module) -> None:
     with pytest.raises(CoupledSamplesError, match="takes the samples of a batch together"):
         PadBatch(6).run(captured(model, (torch.randn(5, 6),)))
+
+
+def test_micro_batches_that_do_not_divide_say_why_the_batch_is_not_padded() -> None:
+    plan = Plan.uniform((2,), ("data",), pipelining=Pipelining(1, 2))
+    with pytest.raises(PlanError, match="2 micro-batches do not divide a batch of 5, and it cannot be padded: 'mm"):
+        galvatron_fx.check(Contrastive(), 2, (torch.randn(5, 6),), plan)
 
 
 def test_sizes() -> None:
