@@ -210,7 +210,12 @@ def _ctc_backward(call: OpCall, degree: int) -> list[OpRule]:
 
 @register_rule(aten.searchsorted.Tensor)
 def _searches(call: OpCall, degree: int) -> list[OpRule]:
-    """sorted [n], values [...] -> places [...]: split the values."""
-    if len(call.inputs) != 2 or len(call.inputs[0].shape) != 1:
-        return []
-    return [OpRule((Shard(dim),), (REPLICATE, Shard(dim))) for dim in range(len(call.output.shape))]
+    """sorted [n], values [...] -> places [...]: split the values. Or sorted [..., n], values [..., m] -> [..., m], row
+    by row; an order [..., n] of what is sorted may come third.
+    """
+    in_one_row, last = len(call.inputs[0].shape) == 1, len(call.output.shape) - 1
+    rules = []
+    for dim in range(last + 1):
+        rows: Placement = REPLICATE if in_one_row or dim == last else Shard(dim)
+        rules.append(OpRule((Shard(dim),), (rows, Shard(dim), rows)[: len(call.inputs)]))
+    return rules

@@ -244,6 +244,7 @@ def distances() -> list[Call]:
         (aten._cdist_forward.default, (real(1, 4, 8), b, 1.0, None), {}),
         (aten._cdist_forward.default, (real(4, 8), real(8, 8), 2.0, None), {}),
         (aten.searchsorted.Tensor, (In(torch.arange(8)), whole(8, 4, 8)), {"right": True}),
+        (aten.searchsorted.Tensor, (In(torch.arange(32).view(4, 8)), whole(32, 4, 8)), {"right": True}),
     ]
 
 
