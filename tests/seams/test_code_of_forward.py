@@ -8,8 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import galvatron_fx
+from galvatron_fx import Plan
 from galvatron_fx.errors import CaptureError
 from tests.helpers import assert_exact, one_device, simulate, uniform
 
@@ -122,3 +124,23 @@ def test_pairs_of_constants_are_constants() -> None:
     model = Pairs().double()
     graph = galvatron_fx.capture(model, X)
     assert_exact(simulate(graph, model, X, (2,), uniform(graph, "data"), {}), one_device(model, X))
+
+
+def test_rows_that_only_return_to_their_places_are_compiled(mesh: DeviceMesh) -> None:
+    """They go through no product, and nobody asks how many there are."""
+
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x, keep = self.layer(x), y != -1
+            whole = torch.zeros_like(x)
+            whole[keep] = x[keep]
+            return whole.square().mean()
+
+    model, inputs = Kept().double(), (*X, torch.tensor([1, -1, 0, 2]))
+    compiled = galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, plan=Plan.uniform((1,), ("data",)))
+    torch.testing.assert_close(compiled.forward_backward(*inputs), model(*inputs), rtol=0, atol=1e-12)
+    assert not compiled.expert_loads().layers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -67,26 +66,6 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "behind": lambda h, mask: h[:, mask[0]].softmax(1),
     "sum of a float mask": lambda h, mask: h[(mask.double() * 2 > 1)].cumsum(0),
 }
-
-
-def test_rows_that_only_return_to_their_places_are_compiled(mesh: DeviceMesh) -> None:
-    """They go through no product, and nobody asks how many there are."""
-
-    class Kept(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            x, keep = self.layer(x), y != -1
-            whole = torch.zeros_like(x)
-            whole[keep] = x[keep]
-            return whole.square().mean()
-
-    model, inputs = Kept().double(), (batch("each")[0], torch.tensor([1, -1, 0, 2]))
-    compiled = galvatron_fx.compile(copy.deepcopy(model), mesh, inputs, plan=Plan.uniform((1,), ("data",)))
-    torch.testing.assert_close(compiled.forward_backward(*inputs), model(*inputs), rtol=0, atol=1e-12)
-    assert not compiled.expert_loads().layers
 
 
 class Masked(nn.Module):
