@@ -275,7 +275,7 @@ class KnownReads(TorchFunctionMode):
             torch._check_tensor_all(torch.stack(pytree.tree_leaves(function(mask))) == value)
 
     def is_of_floats(self, mask: Tensor) -> bool:
-        """Whether a mask is made of inputs of floating-point numbers, by whose values nothing is decided."""
+        """Whether a mask is made of inputs of floating-point numbers, by whose values nothing but counts is decided."""
         return self._of_floats({name for source in self._sources(mask) or () for name in source.names})
 
     def chooses_of_each(self, mask: Tensor, count: float) -> bool:
