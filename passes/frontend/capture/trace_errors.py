@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import sys
@@ -47,6 +48,11 @@ _UNTRACEABLE = {
             "keep a dense one, or its entries, and add them up by index_add",
         ),
     ),
+    "support the deepcopy protocol": (
+        "copies a parameter, or a module with some (copy.deepcopy)",
+        "make the copy in __init__, or call the module with other weights: torch.func.functional_call(module, "
+        "{name: parameter.detach() for name, parameter in module.named_parameters()}, x)",
+    ),
     "unsupported format string": (
         "prints the value of a tensor",
         "return the tensor as one more output and print it after the step",
@@ -70,6 +76,7 @@ _FOLDERS = tuple(
     os.path.join(os.path.dirname(os.path.abspath(file)), "")
     for file in (torch.__file__, passes.__file__, os.path.dirname(galvatron_fx.ir.__file__))
 )
+_FOLDERS += (os.path.abspath(copy.__file__),)
 
 
 class PickedRows(Exception):
