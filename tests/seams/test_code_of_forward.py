@@ -102,7 +102,7 @@ def test_what_forward_catches_is_raised_all_the_same(function: Callable[[Tensor]
 
 def test_a_layer_that_is_copied_in_forward_is_refused_with_the_remedy() -> None:
     model = Net(lambda m, h: copy.deepcopy(m.first)(h)).double()
-    with pytest.raises(CaptureError, match=r"copies a parameter(.|\n)*test_code_of_forward.*functional_call\(module, "):
+    with pytest.raises(CaptureError, match=r"(?s)copies a parameter.*test_code_of_forward.*functional_call\(module, "):
         galvatron_fx.capture(model, X)
 
 
