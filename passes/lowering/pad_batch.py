@@ -166,9 +166,9 @@ class _Padding:
         self._place(node, self._placed.get(source, (REPLICATE,) * (index + 1))[index : index + 1])
         record = meta_of(node)
         set_meta(new, record.having(specs=(meta_of(self._new[source]).specs[index],), cost=record.cost))
-        if source in self.copies:
-            self.copies.add(node)
         self._settle(node, source in self.zero)
+        if source in self.copies and node not in self.zero:
+            self.copies.add(node)
 
     def _add_call(self, node: fx.Node) -> None:
         record = meta_of(node)
@@ -190,7 +190,8 @@ class _Padding:
         self._place(node, rule.outputs)
         self._write_call(node, rule)
         self._settle(node, stays_zero(node, self.zero) or node.target in LOSS_GRADIENTS)
-        if node.target is not random_uniform and all(source in self.copies for source in with_rows):
+        are_copies = node not in self.zero and all(source in self.copies for source in with_rows)
+        if node.target is not random_uniform and are_copies:
             self.copies.add(node)
 
     def _add_lookup(self, node: fx.Node) -> None:
@@ -234,6 +235,8 @@ class _Padding:
         return next((rule for rule in self._rules.of(call, offers) if self._fits(rule, call, offers, node)), None)
 
     def _fits(self, rule: OpRule, call: OpCall, offers: Sequence[tuple[Placement, ...]], node: fx.Node) -> bool:
+        if rule.expansion.startswith("vocabulary_"):  # one computation along all of the dim that it splits
+            return False
         taken = zip(rule.inputs, offers, strict=True)
         if not all((place,) == offer or (place == PARTIAL and offer == (REPLICATE,)) for place, offer in taken):
             return False

@@ -97,6 +97,13 @@ class Centred(nn.Module):
         return F.mse_loss(self.last(self.centre(self.first(x)).tanh()), y)
 
 
+class Whole(Centred):
+    """The same without targets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.centre(self.first(x)).square().sum()
+
+
 class Counted(nn.Module):
     """Weighs classes by their numbers, counted in several ways, and keeps what it has seen."""
 
@@ -188,6 +195,18 @@ class Spread(nn.Module):
         return self.layer(x).sort(0).values[0].sum()
 
 
+class Backward(torch.autograd.Function):
+    """Takes the largest gradient of each column off all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] - gradients[0].amax(0, keepdim=True)
+
+
 class Marked(nn.Module):
     """Counts rows by a number that has none."""
 
@@ -201,7 +220,10 @@ class Marked(nn.Module):
         return self.layer(x).sum()
 
 
-@pytest.mark.parametrize("model", [Contrastive(), Spread(), Marked()])
+OF_ALL = [Whole(lambda h: h.log_softmax(0)), Whole(lambda h: Backward.apply(h))]
+
+
+@pytest.mark.parametrize("model", [Contrastive(), Spread(), Marked(), *OF_ALL])
 def test_samples_that_depend_on_each_other_are_not_padded(model: nn.Module) -> None:
     with pytest.raises(CoupledSamplesError, match="takes the samples of a batch together"):
         PadBatch(6).run(captured(model, (torch.randn(5, 6),)))
