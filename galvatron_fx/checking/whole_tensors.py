@@ -60,11 +60,13 @@ def _joined(parts: list[Tensor], shard: Shard) -> Tensor:
 
 
 def difference(value: Tensor, expected: Tensor) -> float:
-    """The largest absolute difference; infinite for other shapes, and where only one of the two is a finite number.
+    """The largest absolute difference; infinite for other shapes, where only one of the two is a finite number, and for
+    whole numbers and truth values of another dtype.
 
     Infinities of one sign, and two that are no numbers, are equal.
     """
-    if value.shape != expected.shape:
+    is_exact = not (value.is_floating_point() or value.is_complex())
+    if value.shape != expected.shape or (is_exact and value.dtype != expected.dtype):
         return float("inf")
     if not value.numel():
         return 0.0

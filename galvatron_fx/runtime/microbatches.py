@@ -55,7 +55,7 @@ def _merged(placement: Placement, values: list[Tensor]) -> Tensor:
         return values[-1]
     stacked = torch.stack(values)
     if placement.op == "sum":
-        return stacked.sum(dim=0)
+        return stacked.any(dim=0) if stacked.dtype == torch.bool else stacked.sum(dim=0, dtype=stacked.dtype)
     if placement.op == "avg":
         return stacked.mean(dim=0)
     return stacked.amax(dim=0) if placement.op == "max" else stacked.amin(dim=0)

@@ -6,10 +6,12 @@ from random import Random
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from galvatron_fx import Strategy
+import galvatron_fx
+from galvatron_fx import Plan, Strategy
 from galvatron_fx.errors import PlanError
+from galvatron_fx.ir.plan.pipelining import Pipelining
 from galvatron_fx.ir.plan.schedule import SCHEDULES, check_schedule, make_schedule
 from passes.analysis.blocks import num_blocks
 from passes.lowering.stages.split_microbatches import SplitMicrobatches
@@ -217,6 +219,23 @@ def test_what_samples_share_is_no_coupling() -> None:
     strategies = [Strategy(("data",))] * num_blocks(graph)
     got = simulate_stages(graph, model, inputs, [2], strategies, [0], make_schedule("gpipe", 1, 1, 2))
     assert_exact(got, one_device(model, inputs))
+
+
+def test_truth_values_and_counts_beside_a_loss_keep_their_dtypes() -> None:
+    class Told(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            y = self.layer(x)
+            told = {"any": (y > 0).any(), "column": (y > 0).any(0), "all": y.isfinite().all(), "none": y.isnan().any()}
+            return {"loss": y.square().mean(), "count": (y > 0).sum(), "few": (y > 0).sum(dtype=torch.int32), **told}
+
+    torch.manual_seed(0)
+    plan = Plan.uniform((2,), ("data",), pipelining=Pipelining(1, 2))
+    found = galvatron_fx.check(Told(), (2,), (torch.randn(8, 4),), plan)
+    assert found.ok, str(found)
 
 
 def test_models_without_a_loss_are_refused() -> None:

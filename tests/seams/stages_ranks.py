@@ -373,6 +373,7 @@ def losses_and_flags(mesh: DeviceMesh) -> None:
             same_gradients(compiled, plain)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+        optimizer.zero_grad()
         scaler.scale(compiled(**batch())["loss"]).backward()
         gradient = compiled.get_parameter("layers.0.0.weight").grad
         assert isinstance(gradient, DTensor)
